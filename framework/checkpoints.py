@@ -1,0 +1,259 @@
+"""What a checkpoint holds, and how a run or a Module takes it back.
+
+A checkpoint is a dict that ``torch.load(weights_only=True)`` reads. ``state_dict``, ``epoch`` and
+``global_step`` stand under Lightning's keys; everything of leyden's own is described in `gathered`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from . import hparams, rng
+from .errors import CheckpointError, PluginError
+from .manager import Registry
+
+if TYPE_CHECKING:
+    from .run import Run
+
+FORMAT = 1
+COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a compiled part's parameters; never in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a fit leaves in memory for the next fit of the same Module by the same Trainer."""
+
+    optimizers: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+    precision: dict[str, Any]
+    epoch_rng: dict[str, Any] | None
+
+
+def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
+    """Return the checkpoint of ``run`` as it stands.
+
+    Args:
+        run: The run to save.
+        weights_only: Leave out all that only a resumed training needs.
+    """
+    state = run.state
+    checkpoint: dict[str, Any] = {
+        "leyden": {"format": FORMAT, "version": metadata.version("leyden")},
+        "epoch": state.epoch,
+        "global_step": state.step,
+        "state": state.as_dict(),
+        "state_dict": {clean(name): t for name, t in run.module.state_dict().items()},
+        **run.hyperparameters,
+    }
+    if not weights_only:
+        checkpoint |= {
+            "optimizer_states": [optimizer.state_dict() for optimizer in run.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+            "precision": run.precision.state_dict(),
+            "callbacks": {
+                key: hparams.encode(callback.state_dict(), f"state_dict() of {key}")
+                for key, callback in stateful(run.callbacks).items()
+            },
+            "loggers": [logger.state_dict() for logger in run.loggers],
+            "rng": rng.capture(),
+            "epoch_rng": run.epoch_rng,
+        }
+        if run.datamodule is not None:
+            state_dict = run.datamodule.state_dict()
+            checkpoint["datamodule"] = hparams.encode(state_dict, "state_dict() of the DataModule")
+    own = set(checkpoint)
+    for hook in run.hooks.on_save_checkpoint:
+        hook(run.trainer, run.module, checkpoint)
+    added = {name: value for name, value in checkpoint.items() if name not in own}
+    return checkpoint | hparams.encode(added, "what on_save_checkpoint added")
+
+
+def save(run: Run, path: str, weights_only: bool = False) -> None:
+    """Write the checkpoint of ``run`` at ``path``."""
+    checkpoint = gathered(run, weights_only)
+    if run.strategy.rank == 0:
+        run.checkpointer.save(checkpoint, path)
+    run.strategy.barrier()
+
+
+def load(run: Run, path: str) -> dict[str, Any]:
+    """Return the checkpoint at ``path``, on the CPU, and tell everyone.
+
+    Raises:
+        CheckpointError: There is none, or a newer leyden wrote it.
+    """
+    checkpoint = run.checkpointer.load(path)
+    written = checkpoint.get("leyden", {})
+    if written.get("format", 0) > FORMAT:
+        raise CheckpointError(
+            f"{path!r} was written by leyden {written.get('version')} in format "
+            f"{written['format']}, and this one reads up to {FORMAT}. Install leyden "
+            f"{written.get('version')} or newer."
+        )
+    for hook in run.hooks.on_load_checkpoint:
+        hook(run.trainer, run.module, checkpoint)
+    return checkpoint
+
+
+def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    """Load the checkpoint's weights into ``module``, whichever of its parts are compiled.
+
+    Raises:
+        CheckpointError: They do not fit.
+    """
+    saved = checkpoint.get("state_dict")
+    if saved is None:
+        raise CheckpointError(
+            f"This file holds no 'state_dict'; it holds {sorted(map(str, checkpoint))}. Pass a "
+            "checkpoint that a Trainer saved."
+        )
+    own = {clean(name): name for name in module.state_dict()}
+    named = {own.get(clean(name), name): tensor for name, tensor in saved.items()}
+    try:
+        module.load_state_dict(named, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The checkpoint's weights do not fit {type(module).__name__}: {error} To load those "
+            "that fit by name, pass strict=False or set strict_loading = False on the Module."
+        ) from error
+
+
+def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Take over everything but the weights, into a run that is wired and not begun.
+
+    Raises:
+        CheckpointError: The file holds weights alone, or another number of optimizers.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise CheckpointError(
+            "This checkpoint holds weights alone, so training cannot go on from it. Load it with "
+            f"{type(run.module).__name__}.load_from_checkpoint(path) to begin anew from them."
+        )
+    restore_state(run, checkpoint)
+    states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    restore_optimizers(run, states, schedules, checkpoint.get("precision", {}))
+    run.epoch_rng = checkpoint.get("epoch_rng")
+    saved_rng = checkpoint.get("rng")
+    if saved_rng is not None:
+        rng.restore(saved_rng)
+        run.resumed_rng = saved_rng if run.state.batch else None
+    if run.datamodule is not None and "datamodule" in checkpoint:
+        run.datamodule.load_state_dict(dict(hparams.decode(checkpoint["datamodule"])))
+
+
+def restore_state(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Take over the counters, and the state of every callback that is in the checkpoint."""
+    if "state" in checkpoint:
+        run.state.restore(checkpoint["state"])
+    else:
+        run.state.epoch, run.state.step = checkpoint["epoch"], checkpoint["global_step"]
+    saved = dict(checkpoint.get("callbacks", {}))
+    for key, callback in stateful(run.callbacks).items():
+        if key in saved:
+            callback.load_state_dict(dict(hparams.decode(saved.pop(key))))
+    if saved:
+        warnings.warn(
+            f"The checkpoint holds the state of callbacks this run does not have: "
+            f"{', '.join(sorted(saved))}. It is left out; pass the same callbacks to take it over.",
+            stacklevel=2,
+        )
+
+
+def restore_optimizers(
+    run: Run,
+    states: Sequence[dict[str, Any]],
+    schedules: Sequence[dict[str, Any]],
+    precision: dict[str, Any],
+) -> None:
+    """Take over the states of optimizers, schedules and precision.
+
+    Raises:
+        CheckpointError: There are more or fewer of them than this run has.
+    """
+    for kind, saved, own in (
+        ("optimizers", states, run.optimizers),
+        ("schedulers", schedules, run.schedulers),
+    ):
+        if len(saved) != len(own):
+            raise CheckpointError(
+                f"The checkpoint holds {len(saved)} {kind} and configure_optimizers() returned "
+                f"{len(own)}. Return as many, or begin anew from the weights alone with "
+                "load_from_checkpoint."
+            )
+    for optimizer, state in zip(run.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    for config, state in zip(run.schedulers, schedules, strict=True):
+        config.scheduler.load_state_dict(state)
+    run.precision.load_state_dict(precision)
+
+
+def position(run: Run) -> Position:
+    """Return what the next fit of the same Module goes on from."""
+    return Position(
+        [optimizer.state_dict() for optimizer in run.optimizers],
+        [config.scheduler.state_dict() for config in run.schedulers],
+        run.precision.state_dict(),
+        run.epoch_rng,
+    )
+
+
+def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the callbacks that keep state, by their key.
+
+    Raises:
+        PluginError: Two have the same key, so that their states could not be told apart.
+    """
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if not callback.state_dict():
+            continue
+        if callback.state_key in found:
+            raise PluginError(
+                f"Two callbacks would save their state under one key, {callback.state_key!r}. "
+                f"Give {type(callback).__name__} a state_key property that includes the settings "
+                "that tell the two apart."
+            )
+        found[callback.state_key] = callback
+    return found
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name without what torch.compile adds to it."""
+    return name.replace(COMPILED, "")
+
+
+def rebuilt(
+    cls: type[Any],
+    path: Any,
+    map_location: Any,
+    strict: bool | None,
+    types: Sequence[type],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Return a Module of class ``cls`` from the checkpoint at ``path``; draws no random number."""
+    checkpoint = Registry().make("checkpointer", "file").load(str(path), map_location or "cpu")
+    known = [*hparams.types_in_annotations(cls), *types]
+    saved = hparams.decode(checkpoint.get("hyper_parameters", {}), known)
+    saved.update(arguments)
+    with rng.isolated():
+        try:
+            module = cls(**hparams.matching(cls.__init__, saved))
+        except TypeError as error:
+            raise CheckpointError(
+                f"{cls.__name__} cannot be made from the hyperparameters in {str(path)!r}: {error}. "
+                "Pass what is missing to load_from_checkpoint, or call self.save_hyperparameters() "
+                "in __init__."
+            ) from error
+        module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    restore_weights(module, checkpoint, module.strict_loading if strict is None else strict)
+    if map_location is not None:
+        module.to(map_location)
+    return module

@@ -1,0 +1,137 @@
+"""Checks of the Trainer's arguments, each made once, when the Trainer is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import ConfigError, did_you_mean
+
+ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+PRECISIONS = {
+    "64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed",
+    "64-true": "64-true", "32-true": "32-true", "double": "64-true", "float": "32-true",
+}  # fmt: skip
+"""Lightning's other names for precisions."""
+REMOVED = {
+    "gpus": "accelerator='gpu', devices=…",
+    "tpu_cores": "accelerator",
+    "auto_select_gpus": "devices",
+    "progress_bar_refresh_rate": "callbacks=[RichProgress(…)]",
+    "checkpoint_callback": "enable_checkpointing",
+    "weights_summary": "enable_model_summary",
+    "resume_from_checkpoint": "fit(ckpt_path=…)",
+    "distributed_backend": "strategy",
+    "amp_level": "precision",
+    "amp_backend": "precision",
+    "use_amp": "precision='16-mixed'",
+    "max_nb_epochs": "max_epochs",
+    "stochastic_weight_avg": "a callback",
+    "replace_sampler_ddp": "use_distributed_sampler",
+    "track_grad_norm": "on_before_optimizer_step",
+    "auto_lr_find": "a callback",
+    "auto_scale_batch_size": "a callback",
+    "flush_logs_every_n_steps": "the logger's own argument",
+    "weights_save_path": "ModelCheckpoint(dirpath=…)",
+    "barebones": "logger=False, enable_checkpointing=False, enable_progress_bar=False",
+}
+"""Arguments that Lightning's Trainer once had, and what to use instead."""
+
+
+def unexpected(given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Refuse arguments that a Trainer does not have.
+
+    Raises:
+        ConfigError: There is one; the message names what replaces it or comes close.
+    """
+    for name in given:
+        if name in REMOVED:
+            raise ConfigError(f"Trainer has no argument {name!r}. Use {REMOVED[name]}.")
+        raise ConfigError(
+            f"Trainer has no argument {name!r}.{did_you_mean(name, allowed)} See help(Trainer)."
+        )
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """Return ``value`` if it is among ``allowed``."""
+    allowed = list(allowed)
+    if value not in allowed:
+        hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{name}={value!r} is not known.{hint} Allowed: {', '.join(map(repr, allowed))}."
+        )
+    return value
+
+
+def whole(name: str, value: Any, least: int, *, none: Any = None, unlimited: bool = False) -> Any:
+    """Return ``value`` if it is a whole number from ``least`` on; ``none`` for None.
+
+    Args:
+        name: The argument, for the message.
+        value: What was given.
+        least: The smallest number allowed.
+        none: What None stands for.
+        unlimited: Whether -1 stands for no limit, which is returned as None.
+    """
+    if value is None:
+        return none
+    if unlimited and value == -1 and not isinstance(value, bool):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        also = ", or -1 for no limit" if unlimited else ""
+        raise ConfigError(
+            f"{name}={value!r} must be a whole number, at least {least}{also}. "
+            "Pass such a number, or leave it out."
+        )
+    return value
+
+
+def batches(name: str, value: Any) -> int | float:
+    """Return ``value`` if it is a number of batches, or a share of them from 0.0 to 1.0."""
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ConfigError(
+            f"{name}={value!r} is no number of batches. Pass a whole number (10), or a share of "
+            "all batches from 0.0 to 1.0 (0.25)."
+        )
+    if isinstance(value, float) and value > 1.0:
+        raise ConfigError(
+            f"{name}={value!r} is a share of all batches and must be at most 1.0. Pass "
+            f"{int(value)} for that many batches."
+        )
+    return value
+
+
+def positive(name: str, value: Any) -> float | None:
+    """Return ``value`` if it is None or a finite number above 0; 0 counts as None."""
+    if value is None or value == 0:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} must be a number above 0, or None to switch it off.")
+    return float(value)
+
+
+def device_count(value: Any) -> int | list[int]:
+    """Return how many devices, or which, ``devices`` asks for."""
+    if isinstance(value, str):
+        if value == "auto":
+            return 1
+        try:
+            parts = [int(part) for part in value.split(",") if part.strip()]
+        except ValueError:
+            parts = []
+        value = parts if "," in value else (parts or [0])[0]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, (list, tuple)) and value and all(type(i) is int and i >= 0 for i in value):
+        return list(value)
+    raise ConfigError(
+        f"devices={value!r} asks for no device. Pass how many (2), which ones ([0, 1]), or 'auto'."
+    )
+
+
+def precision_name(value: Any) -> Any:
+    """Return the registered name that ``value`` stands for, or ``value`` itself."""
+    return PRECISIONS.get(str(value), value) if isinstance(value, (int, str)) else value

@@ -1,0 +1,134 @@
+"""From loaders to the sources a run reads: limits, and the way of a batch to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, ModuleError
+from ..overrides import DataHooks
+from .source import Source, Wait, evaluation_loaders, in_order, limited, training_loader
+from .transfer import mapped, move
+
+Prepare = Callable[[Any], Any]
+
+
+def overrides(owner: Any, name: str, plain: type = DataHooks) -> bool:
+    """Return whether ``owner`` defines the method ``name`` that ``plain`` only declares."""
+    method = getattr(owner, name, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(plain, name)
+
+
+def pipeline(
+    owners: list[Any], device: torch.device, convert: Callable[[Tensor], Tensor] | None, index: int
+) -> Prepare | None:
+    """Return what brings a batch to ``device``, or None where it is used as it comes.
+
+    Args:
+        owners: The DataModule, if there is one, and the Module: the first to override a hook wins.
+        device: Where to.
+        convert: The precision's change to each tensor.
+        index: Index of the loader, for the hooks.
+    """
+    steps: list[Prepare] = []
+    if convert is not None:
+        steps.append(partial(mapped, change=convert, wanted=lambda value: isinstance(value, Tensor)))
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        owner = next((owner for owner in owners if overrides(owner, name)), None)
+        if owner is not None and name == "transfer_batch_to_device":
+            hook = getattr(owner, name)
+            steps.append(lambda batch, hook=hook: hook(batch, device, index))
+        elif owner is not None:
+            hook = getattr(owner, name)
+            steps.append(lambda batch, hook=hook: hook(batch, index))
+        elif name == "transfer_batch_to_device" and device.type != "cpu":
+            steps.append(partial(move, device=device))
+    if len(steps) < 2:
+        return steps[0] if steps else None
+
+    def prepare(batch: Any) -> Any:
+        for step in steps:
+            batch = step(batch)
+        return batch
+
+    return prepare
+
+
+def loaders_for(stage: str, given: Any, datamodule: Any, module: Any) -> Any:
+    """Return the loaders for ``stage``: those given, or the DataModule's, or the Module's.
+
+    Args:
+        stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        given: What the Trainer's method was passed, or None.
+        datamodule: The run's DataModule, or None.
+        module: The run's Module.
+
+    Returns:
+        The loaders, or None for a validation without any.
+
+    Raises:
+        DataError: There is none, or both loaders and a DataModule were passed.
+    """
+    if given is not None and datamodule is not None:
+        raise DataError(
+            f"Both {stage}_dataloaders and datamodule were passed. Pass one of them, so that it is "
+            "clear which data is used."
+        )
+    if given is not None:
+        return given
+    owner = datamodule if datamodule is not None else module
+    if overrides(owner, f"{stage}_dataloader"):
+        return getattr(owner, f"{stage}_dataloader")()
+    if stage == "val":
+        return None
+    method = {"train": "fit", "test": "test", "predict": "predict"}[stage]
+    raise DataError(
+        f"There is no data to {method} with. Pass loaders to trainer.{method}(…), pass a "
+        f"datamodule, or define {stage}_dataloader() on {type(owner).__name__}."
+    )
+
+
+def train_source(
+    loaders: Any, limit: int | float, sequential: bool, prepare: Prepare | None, wait: Wait
+) -> Source:
+    """Return the source of training batches, its length known where the loader's is."""
+    loader = training_loader(loaders)
+    if sequential:
+        loader = in_order(loader)
+    length, cut = limited(loader, limit, "limit_train_batches", "training")
+    return Source(loader, length, prepare, wait, cut)
+
+
+def evaluation_sources(
+    loaders: Any,
+    limit: int | float,
+    stage: str,
+    sequential: bool,
+    prepare_for: Callable[[int], Prepare | None],
+) -> list[Source]:
+    """Return a source for each of an evaluation's loaders."""
+    found = []
+    for index, loader in enumerate(evaluation_loaders(loaders, stage)):
+        if sequential:
+            loader = in_order(loader)
+        length, cut = limited(loader, limit, f"limit_{stage}_batches", stage)
+        found.append(Source(loader, length, prepare_for(index), Wait(), cut))
+    return found
+
+
+def require_step(module: Any, name: str, plain: type) -> None:
+    """Refuse a Module that does not define the step a run needs.
+
+    Raises:
+        ModuleError: It does not.
+    """
+    if not overrides(module, name, plain):
+        arguments = "" if name == "configure_optimizers" else "batch, batch_idx"
+        raise ModuleError(
+            f"{type(module).__name__} has no {name}({arguments}), which this run needs. Define it: "
+            "see help(leyden.Module)."
+        )

@@ -1,0 +1,96 @@
+"""DataModule: data, kept apart from the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from . import hparams
+from .overrides import DataHooks
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class DataModule(DataHooks):
+    """Where data comes from, reusable between Modules.
+
+    Define ``train_dataloader`` and its sisters; download in ``prepare_data``, which runs once per
+    machine, and build data sets in ``setup``, which runs in every process.
+    """
+
+    trainer: Trainer | None = None
+    prepare_data_per_node: bool = True
+    """Whether ``prepare_data`` runs on every machine, or on the first alone."""
+    _hparams: hparams.HyperParameters | None = None
+    _log_hyperparams: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this DataModule."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned when the checkpoint was saved."""
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
+    ) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
+
+        Args:
+            *args: Names of those to keep; by default all. Or one dict, namespace or dataclass.
+            ignore: Names of those to leave out.
+            frame: Where the arguments are; by default the caller's.
+            logger: Whether the loggers record them.
+        """
+        current = inspect.currentframe()
+        frame = frame or (current.f_back if current else None)
+        found = hparams.collect(frame, self, args, ignore)
+        self._hparams = hparams.HyperParameters({**(self._hparams or {}), **found})
+        self._log_hyperparams = logger
+
+    @property
+    def hparams(self) -> hparams.HyperParameters:
+        """The hyperparameters that `save_hyperparameters` kept."""
+        if self._hparams is None:
+            self._hparams = hparams.HyperParameters()
+        return self._hparams
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **dataloader_options: Any,
+    ) -> Self:
+        """Return a DataModule of these data sets; the training one is shuffled.
+
+        Each may be one data set, or a list or dict of them.
+        """
+
+        def loader(dataset: Any, shuffle: bool) -> Any:
+            if isinstance(dataset, Mapping):
+                return {name: loader(one, shuffle) for name, one in dataset.items()}
+            if isinstance(dataset, (list, tuple)) and all(isinstance(d, Dataset) for d in dataset):
+                return [loader(one, shuffle) for one in dataset]
+            shuffle = shuffle and not isinstance(dataset, IterableDataset)
+            options = {"batch_size": batch_size, "num_workers": num_workers, **dataloader_options}
+            return DataLoader(dataset, shuffle=shuffle, **options)
+
+        module = cls()
+        given: Iterable[tuple[str, Any]] = (
+            ("train", train_dataset), ("val", val_dataset), ("test", test_dataset),
+            ("predict", predict_dataset),
+        )  # fmt: skip
+        for stage, dataset in given:
+            if dataset is not None:
+                method = lambda d=dataset, s=stage == "train": loader(d, s)  # noqa: E731
+                setattr(module, f"{stage}_dataloader", method)
+        return module

@@ -1,0 +1,335 @@
+"""The loops, top to bottom. To see what a run does, read this file.
+
+    setup
+    fit
+        on_fit_start
+        on_sanity_check_start, a few batches of validate, on_sanity_check_end
+        on_train_start
+        for each epoch
+            on_train_epoch_start
+            for each batch
+                first of a step: on_before_zero_grad, zero_grad
+                on_train_batch_start
+                training_step
+                on_before_backward, backward, on_after_backward
+                last of a step: on_before_optimizer_step, clip, optimizer step, per-step schedules
+                on_train_batch_end
+                when due: log
+                when due: validate
+                    on_validation_start
+                    on_validation_model_eval
+                    on_validation_epoch_start
+                    for each batch
+                        on_validation_batch_start, validation_step, on_validation_batch_end
+                    on_validation_epoch_end
+                    on_validation_end
+                    on_validation_model_train
+                last of a step: on_save_point("step")
+            on_train_epoch_end
+            per-epoch schedules
+            on_save_point("epoch")
+        on_save_point("end")
+        on_train_end
+        on_fit_end
+    test
+        on_test_start
+        on_test_model_eval
+        on_test_epoch_start
+        on_test_batch_start, test_step, on_test_batch_end
+        on_test_epoch_end
+        on_test_end
+        on_test_model_train
+    predict
+        on_predict_start
+        on_predict_model_eval
+        on_predict_epoch_start
+        on_predict_batch_start, predict_step, on_predict_batch_end
+        on_predict_epoch_end
+        on_predict_end
+        on_predict_model_train
+    on_save_checkpoint and on_load_checkpoint when a checkpoint is written or read
+    on_exception when something is raised
+    teardown
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from . import rng
+from .data.source import tell_epoch
+from .errors import DataError
+from .inference import forget_inference
+from .metrics import Logged, Readings, to_floats
+from .step import open_window, step_schedule, update, warn_of_unheld
+
+if TYPE_CHECKING:
+    from .run import Evaluation, Run
+
+
+def fit(run: Run) -> None:
+    """Train until a limit is reached or somebody asks to stop; the reason is in ``state.stop``."""
+    state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
+    for hook in hooks.on_fit_start:
+        hook(trainer, module)
+    sanity_check(run)
+    module.__dict__["_logged"] = run.metrics.train
+    for hook in hooks.on_train_start:
+        hook(trainer, module)
+    if "start" in run.validate_at and state.step == 0:
+        validate(run)
+
+    while not is_stopping(run):
+        train_epoch(run)
+
+    if "end" in run.validate_at and state.validated_batch != state.total_batches:
+        validate(run)
+    run.losses.read()
+    for hook in hooks.on_save_point:
+        hook(trainer, module, "end")
+    for hook in hooks.on_train_end:
+        hook(trainer, module)
+    module.__dict__["_logged"] = None
+    for hook in hooks.on_fit_end:
+        hook(trainer, module)
+
+
+def train_epoch(run: Run) -> None:
+    """Train on one pass over the data, or on the rest of it."""
+    state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
+    logged, n = run.metrics.train, run.accumulate
+    if run.reload_train is not None:
+        run.train = run.reload_train()
+    tell_epoch(run.train.loader, state.epoch)
+    for hook in hooks.on_train_epoch_start:
+        hook(trainer, module)
+
+    batches = epoch_batches(run)
+    is_last = run.epoch_is_skipped = False
+    logged.in_batch = True
+    for batch, is_last in batches:
+        logged.batch, logged.size = batch, None
+        batch_idx, steps_before = state.batch, state.step
+        closes = is_last or (batch_idx + 1) % n == 0
+        if not run.window.open:
+            open_window(run, batch_idx)
+        for hook in hooks.on_train_batch_start:
+            hook(trainer, module, batch, batch_idx)
+        if run.epoch_is_skipped:
+            break
+
+        outputs = run.train_batch(run, batch, batch_idx, closes)
+        state.batch, state.total_batches = batch_idx + 1, state.total_batches + 1
+        state.elapsed = perf_counter() - run.began
+
+        for hook in hooks.on_train_batch_end:
+            hook(trainer, module, outputs, batch, batch_idx)
+        del outputs
+        stepped = state.step != steps_before
+        if stepped and state.step % run.log_every_n_steps == 0:
+            log_step(run)
+        if run.validation_due(state, is_last, stepped):
+            validate(run)
+        if closes:
+            for hook in hooks.on_save_point:
+                hook(trainer, module, "step")
+            if (state.stop is not None or state.step >= run.max_steps) and is_stopping(run):
+                break
+        if run.epoch_is_skipped:
+            break
+    else:
+        is_last = True
+    logged.in_batch = False
+    batches.close()
+
+    if run.window.used:
+        update(run)  # the data ended, or was left, inside a step
+    if is_last or run.epoch_is_skipped:
+        end_epoch(run)
+
+
+def epoch_batches(run: Run) -> Generator[tuple[Any, bool]]:
+    """Return the batches of the epoch that begins, or the rest of the one that goes on."""
+    if run.resumed_rng is None or run.epoch_rng is None:
+        run.epoch_rng = rng.capture()
+        return run.train.batches(run.state.batch)
+    # The loader draws its order as it did when the epoch began; then everything goes on from here.
+    rng.restore(run.epoch_rng)
+    batches = run.train.batches(run.state.batch)
+    rng.restore(run.resumed_rng)
+    run.resumed_rng = None
+    return batches
+
+
+def end_epoch(run: Run) -> None:
+    """End a complete pass: its metrics, per-epoch schedules, and the count."""
+    state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
+    if state.batch == 0 and not run.epoch_is_skipped:
+        raise DataError(
+            "The training data gave no batch. Check the data set, its sampler, and that the "
+            "loader can be iterated more than once."
+        )
+    warn_of_unheld(run)
+    for hook in hooks.on_train_epoch_end:
+        hook(trainer, module)
+    send(run, run.metrics.finish(run.metrics.train))
+    if module.automatic_optimization:
+        for config in run.schedulers:
+            if config.interval == "epoch" and (state.epoch + 1) % config.frequency == 0:
+                step_schedule(run, config)
+    state.epoch, state.batch = state.epoch + 1, 0
+    for hook in hooks.on_save_point:
+        hook(trainer, module, "epoch")
+
+
+def is_stopping(run: Run) -> bool:
+    """Decide whether training ends here, and leave the reason in ``state.stop``."""
+    state = run.state
+    if state.step >= run.max_steps:
+        state.stop = f"max_steps={run.max_steps} reached"
+    elif state.epoch >= run.max_epochs:
+        state.stop = f"max_epochs={run.max_epochs} reached"
+    elif run.train.length == 0:
+        state.stop = "limit_train_batches=0 leaves nothing to train on"
+    elif state.stop is not None and run.interrupted_by is None:
+        if state.step < run.min_steps or state.epoch < run.min_epochs:
+            # Whoever asked will ask again at their next check if the reason still holds.
+            state.stop = None
+    return state.stop is not None
+
+
+def log_step(run: Run) -> None:
+    """Send the values logged in this step to the loggers; this waits for the device."""
+    run.losses.read()
+    warn_of_unheld(run)
+    send(run, run.metrics.train.fresh_values())
+
+
+def send(run: Run, values: dict[str, Any]) -> None:
+    """Send ``values`` to the loggers at the current step."""
+    if values and run.loggers and run.strategy.rank == 0 and run.phase != "sanity":
+        numbers = {**to_floats(values), "epoch": run.state.epoch}
+        for logger in run.loggers:
+            logger.log_metrics(numbers, run.state.step)
+
+
+def sanity_check(run: Run) -> None:
+    """Try a few validation batches, so that a mistake there shows before hours of training."""
+    evaluation = run.evaluations.get("validate")
+    if not run.sanity_batches or evaluation is None or run.state.total_batches:
+        return
+    run.phase = "sanity"
+    kept, run.metrics.finished = run.metrics.finished, Readings({}, {}, {})
+    for hook in run.hooks.on_sanity_check_start:
+        hook(run.trainer, run.module)
+    with rng.isolated():
+        evaluate(run, evaluation, run.sanity_batches)
+    run.metrics.finished = kept
+    for hook in run.hooks.on_sanity_check_end:
+        hook(run.trainer, run.module)
+    run.phase = "train"
+
+
+def validate(run: Run) -> None:
+    """Validate during training, which goes on as if nothing had been drawn or kept."""
+    state = run.state
+    run.phase = "validate"
+    with rng.isolated():
+        state.validations += 1
+        state.validated_batch, state.validated_at = state.total_batches, state.elapsed
+        evaluate(run, run.evaluations["validate"])
+    run.phase = "train"
+    run.module.__dict__["_logged"] = run.metrics.train
+
+
+def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None:
+    """Run every batch of every loader through the evaluation's step, without gradients."""
+    trainer, module = run.trainer, run.module
+    with evaluation_mode(run, evaluation) as logged:
+        several = len(evaluation.sources) > 1
+        for dataloader_idx, source in enumerate(evaluation.sources):
+            logged.begin_loader(dataloader_idx, len(evaluation.sources))
+            tell_epoch(source.loader, run.state.epoch)
+            logged.in_batch = True
+            for batch_idx, (batch, _) in enumerate(islice(source.batches(), limit)):
+                if run.interrupted_by is not None:
+                    return  # a part of an evaluation is no result
+                logged.batch, logged.size = batch, None
+                for hook in evaluation.on_batch_start:
+                    hook(trainer, module, batch, batch_idx, dataloader_idx)
+                place = (batch_idx, dataloader_idx) if several else (batch_idx,)
+                outputs = evaluation.step(batch, *place)
+                for hook in evaluation.on_batch_end:
+                    hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+            logged.in_batch = False
+            logged.end_loader()
+        for hook in evaluation.on_epoch_end:
+            hook(trainer, module)
+        send(run, run.metrics.finish(logged))
+        module.__dict__["_logged"] = None
+        run.metrics.evaluation = None
+        for hook in evaluation.on_end:
+            hook(trainer, module)
+
+
+def predict(run: Run) -> Iterator[tuple[int, Any]]:
+    """Yield the index of the loader and the prediction of each batch, in order."""
+    trainer, module = run.trainer, run.module
+    evaluation = run.evaluations["predict"]
+    several = len(evaluation.sources) > 1
+    with evaluation_mode(run, evaluation):
+        module.__dict__["_logged"] = None
+        for dataloader_idx, source in enumerate(evaluation.sources):
+            tell_epoch(source.loader, run.state.epoch)
+            for batch_idx, (batch, _) in enumerate(source.batches()):
+                if run.interrupted_by is not None:
+                    return
+                # The mode ends before the value leaves: the caller's code runs as it is written.
+                with evaluation.no_grad():
+                    for hook in evaluation.on_batch_start:
+                        hook(trainer, module, batch, batch_idx, dataloader_idx)
+                    place = (batch_idx, dataloader_idx) if several else (batch_idx,)
+                    outputs = evaluation.step(batch, *place)
+                    for hook in evaluation.on_batch_end:
+                        hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+                yield dataloader_idx, outputs
+                del outputs
+        for hook in evaluation.on_epoch_end:
+            hook(trainer, module)
+        for hook in evaluation.on_end:
+            hook(trainer, module)
+
+
+@contextmanager
+def evaluation_mode(run: Run, evaluation: Evaluation) -> Iterator[Logged]:
+    """Put the module in eval mode inside, and every part of it back in its own mode after."""
+    trainer, module = run.trainer, run.module
+    logged = run.metrics.evaluation = Logged(False, run.metrics.sizer)
+    module.__dict__["_logged"] = logged
+    for hook in evaluation.on_start:
+        hook(trainer, module)
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        for hook in evaluation.on_model_eval:
+            hook(trainer, module)
+        if evaluation.phase == "predict":
+            for hook in evaluation.on_epoch_start:
+                hook(trainer, module)
+            yield logged
+        else:
+            with evaluation.no_grad():
+                for hook in evaluation.on_epoch_start:
+                    hook(trainer, module)
+                yield logged
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        run.metrics.evaluation = None
+        forget_inference(module)
+    for hook in evaluation.on_model_train:
+        hook(trainer, module)

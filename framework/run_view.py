@@ -1,0 +1,333 @@
+"""What a Trainer shows of its current run, or of its last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, LeydenError
+from .state import State
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from .optimizers import LoopOptimizer, SchedulerConfig
+    from .protocols import Checkpointer, Logger, Precision, Strategy
+    from .run import Evaluation, Run
+
+
+class RunView:
+    """Read-through properties: nothing here is kept twice."""
+
+    _run: Run | None = None
+    _state: State
+    is_running: bool = False
+    """Whether a method of the Trainer is at work."""
+
+    def _current(self) -> Run:
+        if self._run is None:
+            raise LeydenError(
+                "The Trainer has not run anything yet. Ask during or after fit, validate, test or "
+                "predict."
+            )
+        return self._run
+
+    @property
+    def state(self) -> State:
+        """Where training is."""
+        return self._state
+
+    @property
+    def global_step(self) -> int:
+        """Iterations that updated weights."""
+        return self._state.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the current epoch; after fit, the epochs that are complete."""
+        return self._state.epoch
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends at the next step boundary. Set it to True, or to a reason."""
+        return self._state.stop is not None
+
+    @should_stop.setter
+    def should_stop(self, reason: bool | str) -> None:
+        self._state.stop = ("trainer.should_stop was set" if reason is True else reason) or None
+
+    def skip_epoch(self) -> None:
+        """End the current epoch before its next batch; it counts as complete."""
+        self._current().epoch_is_skipped = True
+
+    @property
+    def module(self) -> Any:
+        """The Module of the run."""
+        return self._current().module
+
+    lightning_module = model = module
+
+    @property
+    def datamodule(self) -> Any:
+        """The DataModule of the run, or None."""
+        return self._run.datamodule if self._run else None
+
+    @property
+    def stage(self) -> str | None:
+        """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``; None outside of a run."""
+        return self._run.stage if self._run and self.is_running else None
+
+    def _is_in(self, phase: str) -> bool:
+        return self.is_running and self._run is not None and self._run.phase == phase
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches are being used."""
+        return self._is_in("train")
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is under way, during a fit or on its own."""
+        return self._is_in("validate")
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is under way."""
+        return self._is_in("test")
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is under way."""
+        return self._is_in("predict")
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the sanity check is under way."""
+        return self._is_in("sanity")
+
+    @property
+    def interrupted_by(self) -> int | None:
+        """Number of the signal that ended the run, or None."""
+        return self._run.interrupted_by if self._run else None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run."""
+        return self.interrupted_by is not None
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of everything logged, by name, shape ``()``, on its device."""
+        values = self._run.metrics.read().callback if self._run else {}
+        return {name: _tensor(value) for name, value in values.items()}
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The latest values logged with ``prog_bar=True``; to read them waits for the device."""
+        values = self._run.metrics.read().bar if self._run else {}
+        return {name: float(value) for name, value in values.items()}
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The latest values that go to the loggers."""
+        values = self._run.metrics.read().logger if self._run else {}
+        return {name: _tensor(value) for name, value in values.items()}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers of the run."""
+        return self._run.loggers if self._run else []
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger of the run, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the run, those the Trainer added included."""
+        return self._run.callbacks if self._run else []
+
+    def _callbacks_with(self, *names: str) -> list[Any]:
+        return [c for c in self.callbacks if all(hasattr(c, name) for name in names)]
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints and know the best."""
+        return self._callbacks_with("best_model_path")
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first of `checkpoint_callbacks`, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that stop a run whose metric no longer improves."""
+        return self._callbacks_with("wait_count", "patience")
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of `early_stopping_callbacks`, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The callback that shows progress, or None."""
+        return next(iter(self._callbacks_with("is_progress_bar")), None)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, as ``configure_optimizers`` returned them."""
+        return self._run.optimizers if self._run else []
+
+    @property
+    def loop_optimizers(self) -> list[LoopOptimizer]:
+        """The optimizers as manual optimization steps them."""
+        return self._run.loop_optimizers if self._run else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedules and when they are stepped."""
+        return self._run.schedulers if self._run else []
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the module is placed and kept in step."""
+        return self._current().strategy
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The dtypes of forward, backward and update."""
+        return self._current().precision
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """How checkpoints are written and read."""
+        return self._current().checkpointer
+
+    @property
+    def world_size(self) -> int:
+        """Processes in the run."""
+        return self._run.strategy.world_size if self._run else 1
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all."""
+        return self._run.strategy.rank if self._run else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its machine."""
+        return self._run.strategy.local_rank if self._run else 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is the first of all."""
+        return self.global_rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's ``value`` on every rank."""
+        return self._current().strategy.broadcast(value)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What training batches are read from, or None."""
+        return self._run.train.loader if self._run and self._run.stage == "fit" else None
+
+    @property
+    def num_training_batches(self) -> float:
+        """Training batches in an epoch; infinite where the loader does not say."""
+        length = self._current().train.length
+        return float("inf") if length is None else length
+
+    def _evaluation(self, name: str) -> Evaluation | None:
+        return self._run.evaluations.get(name) if self._run else None
+
+    def _loaders(self, name: str) -> Any:
+        evaluation = self._evaluation(name)
+        loaders = [source.loader for source in evaluation.sources] if evaluation else None
+        return loaders[0] if loaders and len(loaders) == 1 else loaders
+
+    def _counts(self, name: str) -> list[float]:
+        evaluation = self._evaluation(name)
+        lengths = [source.length for source in evaluation.sources] if evaluation else []
+        return [float("inf") if length is None else length for length in lengths]
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """What validation batches are read from: a loader, a list of them, or None."""
+        return self._loaders("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """What test batches are read from: a loader, a list of them, or None."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """What is predicted: a loader, a list of them, or None."""
+        return self._loaders("predict")
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Validation batches of each loader."""
+        return self._counts("validate")
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Test batches of each loader."""
+        return self._counts("test")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches to predict of each loader."""
+        return self._counts("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Batches of each loader in the sanity check."""
+        limit = self._run.sanity_batches if self._run else 0
+        return [min(limit, count) for count in self.num_val_batches]
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps that the whole training takes, by its limits; reading changes nothing.
+
+        Raises:
+            ConfigError: No limit tells.
+        """
+        run = self._current()
+        length = run.train.length
+        by_epochs = float("inf")
+        if length is not None:
+            by_epochs = -(-length // run.accumulate) * run.max_epochs
+        total = min(run.max_steps, by_epochs)
+        if total == float("inf"):
+            raise ConfigError(
+                "The number of steps is not known: the training data has no length or max_epochs "
+                "no limit. Pass Trainer(max_steps=…)."
+            )
+        return int(total)
+
+    @property
+    def data_wait(self) -> float:
+        """Seconds this process has waited for training batches since the run began."""
+        return self._run.wait.seconds if self._run else 0.0
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's folder; None where nothing has asked for one."""
+        return self._run.folder.path if self._run else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder as text; None where there is none."""
+        return str(self.run_dir) if self.run_dir is not None else None
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)

@@ -1,0 +1,475 @@
+"""Trainer: the choices of a training, and what can be done with them."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_
+
+from . import checkpoints, choices, loop, parts, signals
+from .data.transfer import mapped
+from .errors import ConfigError
+from .hookspecs import Stage
+from .manager import Registry
+from .metrics import to_floats
+from .rank_zero import rank_zero_info
+from .run_folder import script_name
+from .run_view import RunView
+from .state import State
+from .torch_flags import torch_flags
+from .wiring import Request, assemble, wire
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """How a fit ended."""
+
+    reason: str
+    """Why it ended: which limit was reached, or who stopped it."""
+    steps: int
+    """Iterations that updated weights, since training began."""
+    epochs: int
+    """Passes over the data that are complete."""
+    metrics: dict[str, float]
+    """The latest value of everything logged."""
+    best_model_path: str | None
+    """The best checkpoint by the monitored metric, or None."""
+
+
+class Trainer(RunView):
+    """Choices for training and evaluating Modules, checked when made.
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
+        strategy: Name of a registered strategy, or one. ``"auto"`` is a single device.
+        devices: How many devices of each machine, or which; ``"auto"`` is one.
+        num_nodes: Machines that take part.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"64-true"``, ``"bf16-true"``,
+            ``"16-true"``, any other registered name, or a precision.
+        logger: True or None for TensorBoard where it is installed and CSV elsewhere, False for
+            none, a registered name, a logger, or a list of these.
+        callbacks: A callback, a registered name, or a list of these.
+        plugins: Objects with methods marked ``@leyden.hookimpl``.
+        max_epochs: Passes over the training data; -1 for no limit. 1000 if nothing else limits.
+        min_epochs: Passes before a request to stop is heard.
+        max_steps: Optimizer steps; -1 for no limit.
+        min_steps: Optimizer steps before a request to stop is heard.
+        max_time: Time in training: ``"DD:HH:MM:SS"``, a timedelta, or its arguments in a dict.
+        limit_train_batches: Batches of an epoch at most, or a share of them.
+        limit_val_batches: Batches of a validation at most, or a share; 0 switches it off.
+        limit_test_batches: Batches of a test at most, or a share of them.
+        limit_predict_batches: Batches of a prediction at most, or a share of them.
+        fast_dev_run: Try everything with one batch, or this many, writing nothing.
+        overfit_batches: Train and validate on this many first batches, or share, in order.
+        val_check_interval: Batches (int) or share of an epoch (float) between validations, or a
+            string with a unit: ``"500 steps"``, ``"2 epochs"``, ``"30 min"``.
+        check_val_every_n_epoch: Epochs between those validated in; None counts batches across
+            epochs.
+        validate_at: Further moments to validate at: ``"start"``, ``"end"``, or both.
+        num_sanity_val_steps: Validation batches tried before training; -1 for all.
+        log_every_n_steps: Optimizer steps between records of step values in the loggers.
+        enable_checkpointing: Whether a ModelCheckpoint is added where there is none.
+        enable_progress_bar: Whether progress is shown.
+        enable_model_summary: Whether the layers are listed before training.
+        accumulate_grad_batches: Batches whose gradients one optimizer step takes together.
+        gradient_clip_val: Largest norm, or value, of the gradients; None does not clip.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        deterministic: True for deterministic algorithms or an error, ``"warn"`` for a warning.
+        benchmark: Whether cuDNN tries which algorithms are fastest.
+        inference_mode: Whether evaluations use ``torch.inference_mode`` or ``torch.no_grad``.
+        detect_anomaly: Whether autograd looks for the operation that made a NaN.
+        nonfinite_loss: What a NaN or infinite loss does: ``"continue"`` counts it,
+            ``"skip"`` leaves its batch out, ``"stop"`` raises.
+        reload_dataloaders_every_n_epochs: Epochs after which ``train_dataloader`` is called again.
+        use_distributed_sampler: Whether samplers are split over ranks.
+        sync_batchnorm: Whether batch norms see the batches of all ranks.
+        default_root_dir: Where runs are kept.
+        name: Folder of this kind of run in it; by default the script's name.
+        profiler: Name of a registered profiler, or one.
+        checkpointer: Name of a registered checkpointer, or one.
+
+    Raises:
+        ConfigError: A choice is out of its range, or a name is not registered.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = "32-true",
+        logger: Any = None,
+        callbacks: Any = None,
+        plugins: Any = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int | None = None,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        limit_test_batches: float | None = None,
+        limit_predict_batches: float | None = None,
+        fast_dev_run: int | bool = False,
+        overfit_batches: float = 0,
+        val_check_interval: float | str | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        validate_at: str | Sequence[str] = (),
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        detect_anomaly: bool = False,
+        nonfinite_loss: Literal["continue", "skip", "stop"] = "continue",
+        reload_dataloaders_every_n_epochs: int = 0,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        default_root_dir: str | Path | None = None,
+        name: str | None = None,
+        profiler: Any = None,
+        checkpointer: Any = "file",
+        **unexpected: Any,
+    ) -> None:
+        choices.unexpected(unexpected, Trainer.__init__.__annotations__)
+        whole, batches, one_of = choices.whole, choices.batches, choices.one_of
+        self.registry = Registry(_listed(plugins))
+        self.accelerator = parts.accelerator(accelerator)
+        self.devices = choices.device_count(devices)
+        self.num_nodes = whole("num_nodes", num_nodes, 1)
+        self.strategy_choice = parts.strategy(self.registry, strategy)
+        self.precision_choice = parts.precision(self.registry, precision)
+        self.checkpointer_choice = checkpointer
+        if isinstance(checkpointer, str):
+            one_of("checkpointer", checkpointer, self.registry.listed("checkpointer"))
+
+        self.fast_dev_run = whole("fast_dev_run", int(fast_dev_run), 0)
+        self.max_epochs = whole("max_epochs", max_epochs, 0, unlimited=True)
+        self.min_epochs = whole("min_epochs", min_epochs, 0, none=0)
+        self.max_steps = whole("max_steps", max_steps, 0, unlimited=True)
+        self.min_steps = whole("min_steps", min_steps, 0, none=0)
+        if max_epochs is None and self.max_steps is None and max_time is None:
+            self.max_epochs = 1000
+        self.limit_train_batches = batches("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = batches("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = batches("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = batches("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = batches("overfit_batches", overfit_batches)
+        self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
+        parts.interval(self.val_check_interval)
+        self.check_val_every_n_epoch = whole("check_val_every_n_epoch", check_val_every_n_epoch, 1)
+        moments = [validate_at] if isinstance(validate_at, str) else validate_at
+        self.validate_at = frozenset(one_of("validate_at", m, ("start", "end")) for m in moments)
+        sanity = whole("num_sanity_val_steps", num_sanity_val_steps, -1, none=2)
+        self.num_sanity_val_steps = 2**31 if sanity == -1 else sanity
+        self.log_every_n_steps = whole("log_every_n_steps", log_every_n_steps, 1, none=50)
+
+        self.accumulate_grad_batches = whole("accumulate_grad_batches", accumulate_grad_batches, 1)
+        self.gradient_clip_val = choices.positive("gradient_clip_val", gradient_clip_val)
+        algorithm = gradient_clip_algorithm or "norm"
+        self.gradient_clip_algorithm = one_of("gradient_clip_algorithm", algorithm, ("norm", "value"))
+        self.deterministic = one_of("deterministic", deterministic, (None, False, True, "warn"))
+        self.benchmark = benchmark
+        self.inference_mode = inference_mode
+        self.detect_anomaly = detect_anomaly
+        policies = ("continue", "skip", "stop")
+        self.nonfinite_loss = one_of("nonfinite_loss", nonfinite_loss, policies)
+        self.reload_dataloaders_every_n_epochs = whole(
+            "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
+        )
+        self.use_distributed_sampler = use_distributed_sampler
+        self.sync_batchnorm = sync_batchnorm
+        self.default_root_dir = str(default_root_dir or "runs")
+        self.name = name or script_name()
+        self.ckpt_path: str | None = None
+
+        dev = bool(self.fast_dev_run)
+        if dev:
+            self._try_everything_briefly()
+        self.logger_choices = parts.loggers(self.registry, False if dev else logger)
+        self._callbacks = parts.callbacks(
+            self.registry,
+            _listed(callbacks),
+            model_checkpoint=not dev and enable_checkpointing is not False,
+            progress=enable_progress_bar is not False,
+            summary=enable_model_summary is not False,
+            max_time=max_time,
+            profiler=profiler,
+        )
+        self._state = State()
+        self.position: checkpoints.Position | None = None
+        self._fitted: Any = None
+
+    def _try_everything_briefly(self) -> None:
+        n = self.fast_dev_run
+        self.limit_train_batches = self.limit_val_batches = n
+        self.limit_test_batches = self.limit_predict_batches = n
+        self.max_epochs, self.max_steps = 1, n
+        self.num_sanity_val_steps, self.val_check_interval = 0, 1.0
+        self.check_val_every_n_epoch, self.log_every_n_steps = 1, 1
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> FitResult:
+        """Train ``model``.
+
+        Args:
+            model: The Module.
+            train_dataloaders: Where batches come from, or a dict or list read side by side. By
+                default ``train_dataloader()`` of the DataModule or the Module.
+            val_dataloaders: One or several, read one after the other. By default
+                ``val_dataloader()``.
+            datamodule: A DataModule instead of loaders.
+            ckpt_path: Checkpoint to go on from: a path, ``"last"`` or ``"best"``.
+
+        Returns:
+            Why it ended and where.
+
+        Raises:
+            LeydenError: A choice, the Module or the data cannot be used; the message says why.
+        """
+        train_dataloaders, datamodule = _as_datamodule(train_dataloaders, datamodule)
+        if model is not self._fitted:
+            # Limits are absolute for the training of one Module; another one begins its own.
+            self._state, self.position, self._fitted = State(), None, model
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        with self._running("fit", model, loaders, datamodule, ckpt_path) as run:
+            steps, epochs = self.global_step, self.current_epoch
+            loop.fit(run)
+            self.position = checkpoints.position(run)
+            if (steps, epochs) == (self.global_step, self.current_epoch):
+                rank_zero_info("Nothing was trained: %s.", self._state.stop)
+        best = getattr(self.checkpoint_callback, "best_model_path", None) or None
+        reason = self._state.stop or ""
+        metrics = to_floats(run.metrics.read().callback)
+        return FitResult(reason, self.global_step, self.current_epoch, metrics, best)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` over the validation data.
+
+        Args:
+            model: The Module; by default the one fitted last, with its best checkpoint if any.
+            dataloaders: One or several, by default ``val_dataloader()``.
+            datamodule: A DataModule instead of loaders.
+            ckpt_path: Checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
+            verbose: Whether to print the results.
+
+        Returns:
+            What was logged, a dict for each loader.
+        """
+        return self._evaluate("validate", model, dataloaders, datamodule, ckpt_path, verbose)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` over the test data; arguments and result as in `validate`."""
+        return self._evaluate("test", model, dataloaders, datamodule, ckpt_path, verbose)
+
+    def _evaluate(
+        self, stage: Stage, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
+    ) -> list[dict[str, float]]:
+        model, ckpt_path = self._last_fitted(model, ckpt_path, stage)
+        loaders, datamodule = _as_datamodule(loaders, datamodule)
+        kind = "val" if stage == "validate" else stage
+        with self._running(stage, model, {kind: loaders}, datamodule, ckpt_path) as run:
+            evaluation = run.evaluations[stage]
+            loop.evaluate(run, evaluation)
+        values = to_floats(run.metrics.finished.callback)
+        results = parts.by_loader(values, len(evaluation.sources))
+        if verbose and self.is_global_zero:
+            print(parts.table(stage, results))
+        return results
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """Run ``predict_step`` over the data to predict.
+
+        Args:
+            model: The Module; by default the one fitted last, with its best checkpoint if any.
+            dataloaders: One or several, by default ``predict_dataloader()``.
+            datamodule: A DataModule instead of loaders.
+            return_predictions: False keeps nothing, for a callback that takes each prediction.
+            ckpt_path: Checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
+            stream: Yield each batch's prediction as it is made and keep nothing. The run ends when
+                the iterator does, or when it is closed.
+
+        Returns:
+            A list of predictions, one per batch, or a list of such lists where there are several
+            loaders; None where nothing is kept; an iterator to stream.
+        """
+        model, ckpt_path = self._last_fitted(model, ckpt_path, "predict")
+        dataloaders, datamodule = _as_datamodule(dataloaders, datamodule)
+        predictions = self._predictions(model, dataloaders, datamodule, ckpt_path)
+        if stream:
+            return (output for _, output in predictions)
+        kept: dict[int, builtins.list[Any]] = {}
+        for dataloader_idx, output in predictions:
+            if return_predictions:
+                kept.setdefault(dataloader_idx, []).append(output)
+            del output
+        if not return_predictions:
+            return None
+        several = len(self._current().evaluations["predict"].sources) > 1
+        return list(kept.values()) if several else kept.get(0, [])
+
+    def _predictions(
+        self, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any
+    ) -> Iterator[tuple[int, Any]]:
+        with (
+            self._running("predict", model, {"predict": loaders}, datamodule, ckpt_path) as run,
+            closing(loop.predict(run)) as outputs,  # type: ignore[type-var]
+        ):
+            yield from outputs
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint of the current run at ``path``, whole or not at all.
+
+        Args:
+            path: Where to.
+            weights_only: Leave out all that only a resumed training needs.
+        """
+        checkpoints.save(self._current(), str(path), weights_only)
+
+    def explain(self, model: Any = None) -> str:
+        """Print and return who is called at each hook, in order, and where they come from.
+
+        Args:
+            model: A Module whose own hooks are to be among them.
+        """
+        text = parts.explanation(self, model)
+        print(text)
+        return text
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of ``loss`` as the run's precision does; for manual optimization."""
+        self._current().backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None, algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients ``optimizer`` holds by joint norm, or by value, once unscaled."""
+        run = self._current()
+        if gradient_clip_val is None:
+            return
+        choices.one_of("gradient_clip_algorithm", algorithm or "norm", ("norm", "value"))
+        run.precision.unscale(getattr(optimizer, "optimizer", optimizer))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            run.strategy.clip_grad_norm(parameters, gradient_clip_val)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Return the ranks' tensors stacked: each of shape ``(world_size, *tensor.shape)``."""
+        strategy = self._current().strategy
+
+        def gathered(value: Any) -> Tensor:
+            return strategy.all_gather(value, sync_grads)
+
+        return mapped(data, gathered, lambda value: isinstance(value, Tensor))
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision."""
+        choice = self.precision_choice
+        return choice if isinstance(choice, str) else choice.name
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this machine."""
+        return self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    @property
+    def callbacks(self) -> builtins.list[Any]:
+        """The callbacks of the current or last run; before any, the Trainer's own."""
+        return self._run.callbacks if self._run else self._callbacks
+
+    def callbacks_for(self, module: Any) -> builtins.list[Any]:
+        """Return the callbacks of a run of ``module``: the Trainer's, then the Module's own."""
+        return parts.with_module_callbacks(self._callbacks, module)
+
+    @contextmanager
+    def _running(
+        self, stage: Stage, model: Any, loaders: dict[str, Any], datamodule: Any, ckpt_path: Any
+    ) -> Iterator[Any]:
+        """Wire a run, hand it out, and take it down whatever happens inside."""
+        module, compile_step = parts.unwrapped(model)
+        self.ckpt_path = parts.checkpoint_path(self, ckpt_path)
+        request = Request(stage, module, loaders, datamodule, self.ckpt_path, None, compile_step)
+        run = self._run = assemble(self, request)
+        self.is_running = True
+        status: Literal["success", "failed", "interrupted"] = "failed"
+        try:
+            with signals.Signals(run), torch_flags(self):
+                wire(run, request)
+                yield run
+            status = "success" if run.interrupted_by is None else "interrupted"
+        except BaseException as error:
+            parts.tell_everyone(run.hooks.on_exception, self, module, error, after=error)
+            raise
+        finally:
+            parts.take_down(run, status)
+            self.is_running = False
+        if run.interrupted_by is not None and not signals.is_interactive():
+            raise SystemExit(signals.exit_code(run.interrupted_by))
+
+    def _last_fitted(self, model: Any, ckpt_path: Any, stage: str) -> tuple[Any, Any]:
+        if model is not None:
+            return model, ckpt_path
+        if self._fitted is None:
+            raise ConfigError(f"There is no model to {stage}. Pass one: trainer.{stage}(model, …).")
+        best = getattr(self.checkpoint_callback, "best_model_path", None)
+        return self._fitted, ckpt_path or best or None
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return ``given`` as a list: None as an empty one, a single thing as a list of it."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+
+
+def _as_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
+    """Return ``(loaders, datamodule)``, where the first may have been a DataModule."""
+    from .datamodule import DataModule
+
+    return (None, loaders) if isinstance(loaders, DataModule) else (loaders, datamodule)

@@ -1,0 +1,332 @@
+"""Turn a Trainer's choices into a Run. Every decision that depends on them is taken here, once.
+
+The order, which plugins may rely on: prepare_data → setup → configure_model → the precision
+converts → the strategy places → weights are restored → data → configure_optimizers → the rest is
+restored → the steps are prepared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import checkpoints, hparams
+from .data.feed import (
+    evaluation_sources,
+    loaders_for,
+    overrides,
+    pipeline,
+    require_step,
+    train_source,
+)
+from .data.source import Source
+from .errors import ConfigError, ModuleError
+from .hookspecs import Stage
+from .implementations import check_module, in_order, of_module
+from .implementations import implementations as implemented_by
+from .manager import Hooks
+from .metrics import Metrics
+from .module import Module
+from .overrides import DataHooks, TrainingHooks
+from .protocols import Checkpointer, Precision, Strategy
+from .rank_zero import rank_zero_info, rank_zero_warn
+from .run import Evaluation, LossWatch, Run
+from .run_folder import RunFolder
+from .schedule import make_schedule
+from .training import wire_optimizers
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+
+@dataclass(slots=True)
+class Request:
+    """What one call of a Trainer's method was given."""
+
+    stage: Stage
+    module: Any
+    loaders: Mapping[str, Any]
+    datamodule: Any = None
+    ckpt_path: str | None = None
+    checkpoint: dict[str, Any] | None = None
+    compile_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+
+def assemble(trainer: Trainer, request: Request) -> Run:
+    """Return a Run of the parts chosen, before any of the user's code has run."""
+    module = request.module
+    for owner in (module, request.datamodule):
+        check_module(owner, (*vars(DataHooks), *vars(TrainingHooks)))
+    strategy = trainer.registry.resolved("strategy", trainer.strategy_choice, Strategy)
+    precision = trainer.registry.resolved("precision", trainer.precision_choice, Precision)
+    checkpointer = trainer.registry.resolved("checkpointer", trainer.checkpointer_choice, Checkpointer)
+    strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    precision.connect(strategy.device)
+    if request.ckpt_path is not None:
+        request.checkpoint = checkpointer.load(request.ckpt_path)
+    callbacks = trainer.callbacks_for(module)
+    checkpoints.stateful(callbacks)
+    parts = [strategy, precision, checkpointer, *trainer.logger_choices]
+    hooks = hooks_of(trainer, callbacks, parts, request)
+    sizer = module.count_samples if overrides(module, "count_samples", Module) else None
+    return Run(
+        trainer=trainer,
+        module=module,
+        datamodule=request.datamodule,
+        stage=request.stage,
+        state=trainer.state,
+        hooks=hooks,
+        strategy=strategy,
+        precision=precision,
+        checkpointer=checkpointer,
+        loggers=list(trainer.logger_choices),
+        callbacks=callbacks,
+        metrics=Metrics(sizer),
+        folder=folder_of(trainer, request.checkpoint),
+    )
+
+
+def hooks_of(trainer: Trainer, callbacks: list[Any], parts: list[Any], request: Request) -> Hooks:
+    """Return the hooks of everyone in the run, in the published order."""
+    found = []
+    if request.datamodule is not None:
+        found += of_module(request.datamodule, DataHooks, "DataModule")
+    for plugin, origin in trainer.registry.plugins:
+        found += implemented_by(plugin, origin)
+    for part in parts:
+        found += implemented_by(part, type(part).__module__)
+    for callback in callbacks:
+        found += implemented_by(callback, type(callback).__module__)
+    if request.module is not None:
+        found += of_module(request.module, Module)
+    return Hooks(in_order(found))
+
+
+def folder_of(trainer: Trainer, checkpoint: dict[str, Any] | None) -> RunFolder:
+    """Return the run's folder: that of the run it resumes, or the one a logger or nobody names."""
+    saved = (checkpoint or {}).get("folder")
+    existing = Path(saved) if saved and Path(saved).is_dir() else None
+    for logger in trainer.logger_choices:
+        if logger.save_dir is not None:
+            return RunFolder(
+                logger.save_dir, logger.name or trainer.name, logger.version, existing
+            )
+    return RunFolder(trainer.default_root_dir, trainer.name, None, existing)
+
+
+def wire(run: Run, request: Request) -> None:
+    """Connect the parts of ``run`` with the user's code and data, in the published order."""
+    trainer, module = run.trainer, run.module
+    module.__dict__["_trainer"] = trainer
+    if run.datamodule is not None:
+        run.datamodule.trainer = trainer
+    check_steps(run, request)
+    run.hyperparameters = encoded_hyperparameters(run)
+    open_loggers(run, request.checkpoint)
+    for owner in (run.datamodule, module):
+        if owner is not None and overrides(owner, "prepare_data"):
+            owner.prepare_data()
+    for hook in run.hooks.setup:
+        hook(trainer, module, run.stage)
+
+    module.configure_model()
+    run.precision.convert_module(module)
+    run.strategy.place(module, run.precision)
+    if request.checkpoint is not None:
+        for hook in run.hooks.on_load_checkpoint:
+            hook(trainer, module, request.checkpoint)
+        checkpoints.restore_weights(module, request.checkpoint, module.strict_loading)
+
+    if run.stage == "fit":
+        wire_training(run, request)
+    elif request.checkpoint is not None:
+        checkpoints.restore_state(run, request.checkpoint)
+    wire_evaluations(run, request)
+    announce(run)
+
+
+def check_steps(run: Run, request: Request) -> None:
+    """Refuse a Module that lacks what the stage calls."""
+    module, stage = run.module, run.stage
+    if stage == "fit":
+        require_step(module, "training_step", Module)
+        require_step(module, "configure_optimizers", Module)
+    elif stage != "predict":
+        require_step(module, f"{stage}_step", Module)
+
+
+def encoded_hyperparameters(run: Run) -> dict[str, Any]:
+    """Return a checkpoint's hyperparameters, so that a refusal comes before any training."""
+    encoded = {}
+    for key, owner in (("hyper_parameters", run.module), ("datamodule_hyper_parameters", run.datamodule)):
+        if owner is not None and owner._hparams:
+            where = f"the hyperparameters of {type(owner).__name__}"
+            encoded[key] = hparams.encode(owner.hparams, where)
+    return encoded
+
+
+def open_loggers(run: Run, checkpoint: dict[str, Any] | None) -> None:
+    """Open every logger in the run's folder and hand over the hyperparameters."""
+    if run.strategy.rank != 0 or run.stage != "fit" and not run.loggers:
+        return
+    resumed_at = None
+    if run.stage == "fit" and checkpoint is not None:
+        resumed_at = checkpoint["global_step"]
+        for logger, saved in zip(run.loggers, checkpoint.get("loggers", []), strict=False):
+            logger.load_state_dict(saved)
+    elif run.state.step:
+        resumed_at = run.state.step
+    params: dict[str, Any] = {}
+    for owner in (run.datamodule, run.module):
+        if owner is not None and owner._hparams and owner._log_hyperparams:
+            params |= owner.hparams
+    for logger in run.loggers:
+        logger.open(run.folder.path, resumed_at)
+        if params and run.stage == "fit":
+            logger.log_hyperparams(params)
+        if run.stage == "fit":
+            logger.log_graph(run.module)
+
+
+def wire_training(run: Run, request: Request) -> None:
+    """Connect what only a fit needs."""
+    trainer, module, state = run.trainer, run.module, run.state
+    run.max_steps = _unlimited(trainer.max_steps)
+    run.max_epochs = _unlimited(trainer.max_epochs)
+    run.min_steps, run.min_epochs = trainer.min_steps, trainer.min_epochs
+    run.log_every_n_steps = trainer.log_every_n_steps
+    run.sanity_batches = trainer.num_sanity_val_steps
+    run.accumulate = trainer.accumulate_grad_batches
+    run.losses = LossWatch(state, trainer.nonfinite_loss)
+
+    def read_train() -> Source:
+        loaders = loaders_for("train", request.loaders.get("train"), run.datamodule, module)
+        return train_source(
+            loaders, trainer.limit_train_batches, bool(trainer.overfit_batches), prepare_for(run)(0), run.wait
+        )
+
+    run.train = read_train()
+    every = trainer.reload_dataloaders_every_n_epochs
+    if every:
+        first = state.epoch
+        run.reload_train = lambda: (
+            read_train() if state.epoch % every == 0 and state.epoch != first and not state.batch else run.train
+        )
+
+    wire_optimizers(run)
+    if request.checkpoint is not None:
+        checkpoints.restore_progress(run, request.checkpoint)
+    elif trainer.position is not None:
+        left = trainer.position
+        checkpoints.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
+    state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[: len(run.optimizers)]
+    state.stop = None if run.interrupted_by is None else state.stop
+    run.began = perf_counter() - state.elapsed
+
+    step = prepared(run, "training_step")
+    run.training_step = request.compile_step(step) if request.compile_step else step
+
+
+def _unlimited(limit: int | None) -> float:
+    return float("inf") if limit is None else limit
+
+
+def prepare_for(run: Run) -> Callable[[int], Callable[[Any], Any] | None]:
+    """Return what makes the batch pipeline of the loader with a given index."""
+    owners = [owner for owner in (run.datamodule, run.module) if owner is not None]
+    device, convert = run.strategy.device, run.precision.convert_batch()
+    return lambda index: pipeline(owners, device, convert, index)
+
+
+def prepared(run: Run, name: str) -> Callable[..., Any]:
+    """Return the Module's method ``name`` as strategy and precision run it.
+
+    A step that takes fewer of ``(batch, batch_idx, dataloader_idx)`` is passed fewer.
+    """
+    step = run.precision.wrap(run.strategy.prepare(run.module, name))
+    parameters = list(inspect.signature(getattr(run.module, name)).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) >= 2:
+        return step
+    if len(positional) == 1:
+        return lambda batch, *_: step(batch)
+    raise ModuleError(
+        f"{type(run.module).__name__}.{name}{inspect.signature(getattr(run.module, name))} takes "
+        "no batch. Define it with (self, batch, batch_idx)."
+    )
+
+
+def wire_evaluations(run: Run, request: Request) -> None:
+    """Connect the validation of a fit, or the evaluation that the run is."""
+    trainer, module = run.trainer, run.module
+    phase = "validate" if run.stage == "fit" else run.stage
+    kind = STAGES[run.stage][-1]
+    loaders = loaders_for(kind, request.loaders.get(kind), run.datamodule, module)
+    if run.stage == "fit":
+        if loaders is None and trainer.overfit_batches and overrides(module, "validation_step", Module):
+            loaders = run.train.loader
+        if loaders is not None and not overrides(module, "validation_step", Module):
+            rank_zero_warn(
+                f"There is validation data, and {type(module).__name__} has no validation_step, so "
+                "it is not validated. Define validation_step(batch, batch_idx)."
+            )
+            loaders = None
+        if loaders is None or trainer.limit_val_batches == 0:
+            return
+    elif loaders is None:
+        raise ConfigError(
+            "There is no data to validate with. Pass loaders to trainer.validate(…), or define "
+            f"val_dataloader() on {type(run.datamodule or module).__name__}."
+        )
+    limit = getattr(trainer, f"limit_{kind}_batches")
+    sequential = run.stage == "fit" and bool(trainer.overfit_batches)
+    sources = evaluation_sources(loaders, limit, kind, sequential, prepare_for(run))
+    run.evaluations[phase] = evaluation(run, phase, sources)
+    if run.stage == "fit":
+        run.validate_at = trainer.validate_at
+        run.validation_due = make_schedule(
+            trainer.val_check_interval, trainer.check_val_every_n_epoch, run.train.length
+        )
+    else:
+        run.phase = phase  # type: ignore[assignment]
+
+
+def evaluation(run: Run, phase: Any, sources: list[Source]) -> Evaluation:
+    """Return an evaluation in ``phase`` with the hooks that belong to it."""
+    name = {"validate": "validation"}.get(phase, phase)
+    moments = ("start", "model_eval", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_train")
+    hooks = {f"on_{m}": getattr(run.hooks, f"on_{name}_{m}") for m in moments}
+    mode: Callable[[], AbstractContextManager[Any]] = (
+        torch.inference_mode if run.trainer.inference_mode else torch.no_grad
+    )
+    return Evaluation(
+        phase=phase, step=prepared(run, f"{name}_step"), sources=sources, no_grad=mode, **hooks
+    )
+
+
+def announce(run: Run) -> None:
+    """Say in one line what runs where, on rank 0."""
+    from importlib import metadata
+    from os import environ
+
+    plugins = [getattr(p, "__name__", type(p).__name__) for p, origin in run.trainer.registry.plugins if origin != "leyden"]
+    rank_zero_info(
+        "leyden %s: %s on %s, precision %s, strategy %s, plugins %s, seed %s",
+        metadata.version("leyden"),
+        run.stage,
+        run.strategy.device,
+        run.precision.name,
+        type(run.strategy).__name__,
+        ", ".join(plugins) or "none",
+        environ.get("LEYDEN_SEED", "not set"),
+    )

@@ -1,0 +1,174 @@
+"""TensorBoardLogger: scalars, hyperparameters and the graph, for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .folder import FolderLogger, number, plain
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(FolderLogger):
+    """Writes metrics to an event file that TensorBoard shows, and ``hparams.json``.
+
+    TensorBoard's table of hyperparameters has the run as a row, with the last value of each metric.
+    A resumed run goes on in a new event file, and what the old one has beyond it is not shown.
+
+    Args:
+        save_dir: The folder for its runs; None for the folder of the Trainer's run.
+        name: A folder in ``save_dir`` for runs that belong together; None for none.
+        version: The run's folder in there: a number N means ``version_N``, None the next free one.
+        log_graph: Show the graph of the module, traced with its ``example_input_array``.
+        prefix: Put before the name of every metric, with a ``-`` between.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(save_dir, name, version)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._log_graph = log_graph
+        self._resumed_at: int | None = None
+        self._writer: SummaryWriter | None = None
+        self._tags: dict[str, None] = {}
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """The run's ``SummaryWriter``, for more than numbers: ``add_image``, ``add_histogram``."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Made on use, not by open: a new writer makes a file and loads a library.
+            purge = None if self._resumed_at is None else self._resumed_at + 1
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+            self._resumed_at = None
+            weakref.finalize(self, self._writer.close)  # what it holds back is lost at exit
+            if self._hparams:
+                self._write(self._row()[1])
+        return self._writer
+
+    def open(self, folder: Path, resumed_at: int | None = None) -> None:
+        super().open(folder)
+        self._resumed_at = resumed_at
+        self._tags = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = {f"{self._prefix}{name}": number(value) for name, value in metrics.items()}
+        # One event holds them all: add_scalar, an event each, takes five times as long.
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(Summary(value=values), step)
+        self._tags.update(dict.fromkeys(scalars))
+
+    def log_graph(self, module: nn.Module) -> None:
+        if not self._log_graph or self._resumed_at is not None:
+            return
+        example = getattr(module, "example_input_array", None)
+        try:
+            if example is None:
+                raise ValueError("it has no example_input_array")
+            with _tracing(module):
+                self.experiment.add_graph(*_traceable(module, example), use_strict_trace=False)
+        except Exception as error:
+            warnings.warn(
+                f"The graph of {type(module).__name__} is not shown in TensorBoard: {error}. "
+                "Set example_input_array to what forward takes, or log_graph=False.",
+                stacklevel=2,
+            )
+
+    def flush(self) -> None:
+        super().flush()
+        if self._writer is not None or self._hparams:
+            self.experiment.flush()
+
+    def close(self, status: Literal["success", "failed", "interrupted"] = "success") -> None:
+        if self._hparams and status == "success":
+            # TensorBoard takes the first of these it finds in a run: only now are they final.
+            experiment, _, end = self._row()
+            self._write(experiment)
+            self._write(end)
+        super().close(status)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write_hparams(self) -> None:
+        super()._write_hparams()
+        if self._writer is not None:
+            self._write(self._row()[1])
+
+    def _row(self) -> tuple[Any, Any, Any]:
+        """Return the summaries of the table of hyperparameters: its columns, begin and end."""
+        from torch.utils.tensorboard.summary import hparams
+
+        metrics = {tag: None for tag in self._tags if tag != f"{self._prefix}epoch"}
+        return hparams(dict(_flat(plain(self._hparams))), metrics)
+
+    def _write(self, summary: Any, step: int | None = None) -> None:
+        writer: Any = self.experiment  # to it a summary is private
+        writer._get_file_writer().add_summary(summary, step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
+
+def _flat(hparams: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names joined by ``/``, and values the table can hold: numbers and strings."""
+    for name, value in hparams.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:  # by type: True is an int, and would stand there as 1
+            yield prefix + name, value if type(value) in (int, float) else str(value)
+
+
+class _ByKeyword(nn.Module):
+    """Takes positional inputs, as the tracer gives them, and calls ``module`` by keyword."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.names = tuple(names)
+
+    def forward(self, *values: Any) -> Any:
+        return self.module(**dict(zip(self.names, values, strict=True)))
+
+
+def _traceable(module: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Return a module and its positional inputs, on its device: one tensor, or a tuple."""
+    device = next((parameter.device for parameter in module.parameters()), None)
+    if isinstance(example, Mapping):
+        module, example = _ByKeyword(module, example), tuple(example.values())
+    if isinstance(example, Tensor):
+        return module, example.to(device)
+    return module, tuple(v.to(device) if isinstance(v, Tensor) else v for v in example)
+
+
+@contextmanager
+def _tracing(module: nn.Module) -> Iterator[None]:
+    """Run the block, a trace in eval mode, so that training goes on as if it had not been."""
+    modes = [(part, part.training) for part in module.modules()]
+    devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer's, about what it takes for constant
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training

@@ -1,0 +1,1 @@
+"""Precisions: the dtypes of forward, backward and update."""

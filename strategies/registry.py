@@ -1,0 +1,9 @@
+"""The strategies that come with leyden, by name."""
+
+from leyden.hookspecs import hookimpl
+
+
+@hookimpl
+def register_strategies() -> dict[str, str]:
+    """Return the built-in strategies."""
+    return {"single_device": "leyden.strategies.single_device:SingleDevice"}

@@ -1,0 +1,1 @@
+"""What `leyden new` renders: a folder per template, and their registration."""
