@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
-PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 EDITABLE := --no-build-isolation --config-settings editable_mode=strict --editable

@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> dict:
         GAN(), DataLoader(Ring(256), batch_size=None), DataLoader(Ring(4000), batch_size=None)
     )
     covered, on_ring = result.metrics["val/covered"], result.metrics["val/on_ring"]
-    print(f"{on_ring:.0%} of the points drawn are on the ring; they cover {covered:.0f} of 8 centres.")
+    print(f"{on_ring:.0%} of the points drawn are on the ring, at {covered:.0f} of its 8 centres.")
     return result.metrics
 
 

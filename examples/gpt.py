@@ -8,6 +8,7 @@ loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what `fit
 """
 
 import argparse
+import math
 from pydoc_data.topics import topics
 
 import torch
@@ -77,14 +78,12 @@ class GPT(Module):
             {"params": vectors, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr, betas=(0.9, 0.95))
-        # Warms up over the first twentieth of all steps, then falls along a cosine.
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.hparams.lr,
-            total_steps=self.trainer.estimated_stepping_batches,
-            pct_start=0.05,
-            cycle_momentum=False,
-        )
+        steps = self.trainer.estimated_stepping_batches
+
+        def scale(step: int) -> float:  # a cosine, after a warmup over a twentieth of the steps
+            return min(20 * (step + 1) / steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -120,16 +119,18 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-epochs", type=int, default=7)
+    parser.add_argument("--max-epochs", type=int, default=5)
     parser.add_argument("--max-steps", type=int, default=-1, help="-1: as many as the epochs have")
     parser.add_argument("--precision", default="32-true", help="bf16-mixed, 16-mixed, ...")
     parser.add_argument("--strategy", default="auto", help="how the model is placed and shared out")
     parser.add_argument("--devices", default="auto", help="how many")
+    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
 
-    seed_everything(1)
+    seed_everything(args.seed)
     model = GPT(args.width, args.layers)
     train, val = windows(model.hparams.context)
+    checkpoints = ModelCheckpoint(monitor="val/loss")  # keeps the best
     trainer = Trainer(
         max_epochs=args.max_epochs,
         max_steps=args.max_steps,
@@ -137,21 +138,20 @@ def main(argv: list[str] | None = None) -> dict:
         strategy=args.strategy,
         devices=args.devices,
         gradient_clip_val=1.0,
-        callbacks=[ModelCheckpoint(monitor="val/loss")],
+        callbacks=[checkpoints],
     )
-    result = trainer.fit(
+    trainer.fit(
         model,
         DataLoader(train, args.batch_size, shuffle=True, drop_last=True),
         DataLoader(val, args.batch_size),
     )
 
-    best = GPT.load_from_checkpoint(result.best_model_path).eval()
-    text = best.write("The ", length=500)
-    loss = result.metrics["val/loss"]
-    model.print(f"\nWith a loss of {loss:.2f} nats a byte the model writes:\n\n{text}\n")
-    model.print(f"The best checkpoint:  {result.best_model_path}")
+    best = GPT.load_from_checkpoint(checkpoints.best_model_path).eval()
+    text, loss = best.write("The ", length=500), float(checkpoints.best_model_score)
+    model.print(f"\nWith a loss of {loss:.2f} nats a byte, the model writes:\n\n{text}\n")
+    model.print(f"The best checkpoint:  {checkpoints.best_model_path}")
     model.print(f"Its curves:           tensorboard --logdir {trainer.log_dir}")
-    return {"loss": loss, "text": text, "checkpoint": result.best_model_path}
+    return {"loss": loss, "text": text, "checkpoint": checkpoints.best_model_path}
 
 
 if __name__ == "__main__":

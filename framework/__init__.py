@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .rank_zero import rank_zero_info as rank_zero_info
     from .rank_zero import rank_zero_only as rank_zero_only
     from .rank_zero import rank_zero_warn as rank_zero_warn
+    from .results import FitResult as FitResult
     from .rng import seed_everything as seed_everything
     from .state import State as State
-    from .trainer import FitResult as FitResult
     from .trainer import Trainer as Trainer
 
 _HOMES = {
@@ -38,7 +38,8 @@ _HOMES = {
     "rank_zero": ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"),
     "rng": ("seed_everything",),
     "state": ("State",),
-    "trainer": ("FitResult", "Trainer"),
+    "results": ("FitResult",),
+    "trainer": ("Trainer",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _LIGHTNING = {
@@ -52,7 +53,7 @@ _LIGHTNING = {
     "CSVLogger": "leyden.loggers.CSVLogger",
 }
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

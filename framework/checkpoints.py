@@ -14,14 +14,36 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import hparams, rng
+from . import encoding, hparams, rng
 from .errors import CheckpointError, PluginError
 from .manager import Registry
 
 if TYPE_CHECKING:
+    from .protocols import Checkpointer
     from .run import Run
 
 FORMAT = 1
+OWN = frozenset(
+    [
+        "leyden",
+        "epoch",
+        "global_step",
+        "state",
+        "state_dict",
+        "folder",
+        "hyper_parameters",
+        "datamodule_hyper_parameters",
+        "optimizer_states",
+        "lr_schedulers",
+        "precision",
+        "callbacks",
+        "loggers",
+        "rng",
+        "epoch_rng",
+        "datamodule",
+    ]
+)
+"""Every entry that leyden writes; others were added by ``on_save_checkpoint``."""
 COMPILED = "_orig_mod."
 """What torch.compile puts into the names of a compiled part's parameters; never in a file."""
 
@@ -50,6 +72,7 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
         "global_step": state.step,
         "state": state.as_dict(),
         "state_dict": {clean(name): t for name, t in run.module.state_dict().items()},
+        "folder": str(run.folder.path) if run.folder.is_made else None,
         **run.hyperparameters,
     }
     if not weights_only:
@@ -58,7 +81,7 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
             "lr_schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "precision": run.precision.state_dict(),
             "callbacks": {
-                key: hparams.encode(callback.state_dict(), f"state_dict() of {key}")
+                key: as_data(callback.state_dict(), f"The state_dict() of {key}")
                 for key, callback in stateful(run.callbacks).items()
             },
             "loggers": [logger.state_dict() for logger in run.loggers],
@@ -67,12 +90,25 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
         }
         if run.datamodule is not None:
             state_dict = run.datamodule.state_dict()
-            checkpoint["datamodule"] = hparams.encode(state_dict, "state_dict() of the DataModule")
-    own = set(checkpoint)
+            checkpoint["datamodule"] = as_data(state_dict, "The state_dict() of the DataModule")
     for hook in run.hooks.on_save_checkpoint:
         hook(run.trainer, run.module, checkpoint)
-    added = {name: value for name, value in checkpoint.items() if name not in own}
-    return checkpoint | hparams.encode(added, "what on_save_checkpoint added")
+    added = {name: value for name, value in checkpoint.items() if name not in OWN}
+    return checkpoint | as_data(added, "What on_save_checkpoint added")
+
+
+def as_data(value: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return ``value`` as a file holds it.
+
+    Raises:
+        CheckpointError: Something in it is no data, but an object with code.
+    """
+    try:
+        return encoding.encode(value)  # type: ignore[no-any-return]
+    except encoding.NotData as error:
+        raise CheckpointError(
+            f"{what}: {error} Save what it takes to make the object again instead."
+        ) from error
 
 
 def save(run: Run, path: str, weights_only: bool = False) -> None:
@@ -83,13 +119,13 @@ def save(run: Run, path: str, weights_only: bool = False) -> None:
     run.strategy.barrier()
 
 
-def load(run: Run, path: str) -> dict[str, Any]:
-    """Return the checkpoint at ``path``, on the CPU, and tell everyone.
+def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
+    """Return the checkpoint at ``path``, on the CPU.
 
     Raises:
-        CheckpointError: There is none, or a newer leyden wrote it.
+        CheckpointError: There is none, it is damaged, or a newer leyden wrote it.
     """
-    checkpoint = run.checkpointer.load(path)
+    checkpoint = checkpointer.load(path)
     written = checkpoint.get("leyden", {})
     if written.get("format", 0) > FORMAT:
         raise CheckpointError(
@@ -97,9 +133,8 @@ def load(run: Run, path: str) -> dict[str, Any]:
             f"{written['format']}, and this one reads up to {FORMAT}. Install leyden "
             f"{written.get('version')} or newer."
         )
-    for hook in run.hooks.on_load_checkpoint:
-        hook(run.trainer, run.module, checkpoint)
-    return checkpoint
+    added = {name: encoding.decode(value) for name, value in checkpoint.items() if name not in OWN}
+    return checkpoint | added
 
 
 def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -145,7 +180,7 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
         rng.restore(saved_rng)
         run.resumed_rng = saved_rng if run.state.batch else None
     if run.datamodule is not None and "datamodule" in checkpoint:
-        run.datamodule.load_state_dict(dict(hparams.decode(checkpoint["datamodule"])))
+        run.datamodule.load_state_dict(encoding.decode(checkpoint["datamodule"]))
 
 
 def restore_state(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -157,7 +192,7 @@ def restore_state(run: Run, checkpoint: Mapping[str, Any]) -> None:
     saved = dict(checkpoint.get("callbacks", {}))
     for key, callback in stateful(run.callbacks).items():
         if key in saved:
-            callback.load_state_dict(dict(hparams.decode(saved.pop(key))))
+            callback.load_state_dict(encoding.decode(saved.pop(key)))
     if saved:
         warnings.warn(
             f"The checkpoint holds the state of callbacks this run does not have: "
@@ -237,8 +272,11 @@ def rebuilt(
     types: Sequence[type],
     arguments: Mapping[str, Any],
 ) -> Any:
-    """Return a Module of class ``cls`` from the checkpoint at ``path``; draws no random number."""
-    checkpoint = Registry().make("checkpointer", "file").load(str(path), map_location or "cpu")
+    """Return a Module of class ``cls`` from the checkpoint at ``path``.
+
+    Its constructor's random numbers are drawn apart, so that loading changes nothing that follows.
+    """
+    checkpoint = load(Registry().make("checkpointer", "file"), str(path))
     known = [*hparams.types_in_annotations(cls), *types]
     saved = hparams.decode(checkpoint.get("hyper_parameters", {}), known)
     saved.update(arguments)
@@ -247,9 +285,9 @@ def rebuilt(
             module = cls(**hparams.matching(cls.__init__, saved))
         except TypeError as error:
             raise CheckpointError(
-                f"{cls.__name__} cannot be made from the hyperparameters in {str(path)!r}: {error}. "
-                "Pass what is missing to load_from_checkpoint, or call self.save_hyperparameters() "
-                "in __init__."
+                f"{cls.__name__} cannot be made from the hyperparameters in {str(path)!r}: {error}."
+                " Pass what is missing to load_from_checkpoint, or call "
+                "self.save_hyperparameters() in __init__."
             ) from error
         module.configure_model()
     module.on_load_checkpoint(checkpoint)

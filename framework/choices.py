@@ -57,7 +57,11 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """Return ``value`` if it is among ``allowed``."""
     allowed = list(allowed)
     if value not in allowed:
-        hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else ""
+        hint = (
+            did_you_mean(value, [a for a in allowed if isinstance(a, str)])
+            if isinstance(value, str)
+            else ""
+        )
         raise ConfigError(
             f"{name}={value!r} is not known.{hint} Allowed: {', '.join(map(repr, allowed))}."
         )

@@ -125,7 +125,8 @@ def _folder(template: Listed) -> Path:
 
 
 def _list_plugins() -> None:
-    from .manager import KINDS, installed
+    from .installed import installed
+    from .manager import KINDS
 
     registry, broken = _usable_plugins()
     rows = [("kind", "name", "from")]
@@ -144,13 +145,13 @@ def _list_plugins() -> None:
 
 def _usable_plugins() -> tuple[Registry, list[str]]:
     """Return a registry without the installed plugins that cannot be used, and what ails those."""
-    from .implementations import check_plugin
-    from .manager import Registry, disabled, installed, load
+    from .installed import disabled, installed, load
+    from .manager import Registry
 
     broken = []
     for point, package in installed():
         try:
-            check_plugin(load(point, package), package)
+            load(point, package)
         except PluginError as error:
             broken.append(str(error))
             os.environ["LEYDEN_DISABLE_PLUGINS"] = ",".join({*disabled(), point.name})

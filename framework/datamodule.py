@@ -36,7 +36,11 @@ class DataModule(DataHooks):
         """Take over what ``state_dict`` returned when the checkpoint was saved."""
 
     def save_hyperparameters(
-        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: Any = None,
+        logger: bool = True,
     ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
 
@@ -49,7 +53,7 @@ class DataModule(DataHooks):
         current = inspect.currentframe()
         frame = frame or (current.f_back if current else None)
         found = hparams.collect(frame, self, args, ignore)
-        self._hparams = hparams.HyperParameters({**(self._hparams or {}), **found})
+        self.hparams.update(found)
         self._log_hyperparams = logger
 
     @property

@@ -20,11 +20,10 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch import Tensor
-    from torch.optim import Optimizer
-
     from leyden.module import Module
     from leyden.trainer import Trainer
+    from torch import Tensor
+    from torch.optim import Optimizer
 
     Factory = Callable[..., Any] | str
 

@@ -1,55 +1,55 @@
 """The loops, top to bottom. To see what a run does, read this file.
 
-    setup
-    fit
-        on_fit_start
-        on_sanity_check_start, a few batches of validate, on_sanity_check_end
-        on_train_start
-        for each epoch
-            on_train_epoch_start
-            for each batch
-                first of a step: on_before_zero_grad, zero_grad
-                on_train_batch_start
-                training_step
-                on_before_backward, backward, on_after_backward
-                last of a step: on_before_optimizer_step, clip, optimizer step, per-step schedules
-                on_train_batch_end
-                when due: log
-                when due: validate
-                    on_validation_start
-                    on_validation_model_eval
-                    on_validation_epoch_start
-                    for each batch
-                        on_validation_batch_start, validation_step, on_validation_batch_end
-                    on_validation_epoch_end
-                    on_validation_end
-                    on_validation_model_train
-                last of a step: on_save_point("step")
-            on_train_epoch_end
-            per-epoch schedules
-            on_save_point("epoch")
-        on_save_point("end")
-        on_train_end
-        on_fit_end
-    test
-        on_test_start
-        on_test_model_eval
-        on_test_epoch_start
-        on_test_batch_start, test_step, on_test_batch_end
-        on_test_epoch_end
-        on_test_end
-        on_test_model_train
-    predict
-        on_predict_start
-        on_predict_model_eval
-        on_predict_epoch_start
-        on_predict_batch_start, predict_step, on_predict_batch_end
-        on_predict_epoch_end
-        on_predict_end
-        on_predict_model_train
-    on_save_checkpoint and on_load_checkpoint when a checkpoint is written or read
-    on_exception when something is raised
-    teardown
+setup
+fit
+    on_fit_start
+    on_sanity_check_start, a few batches of validate, on_sanity_check_end
+    on_train_start
+    for each epoch
+        on_train_epoch_start
+        for each batch
+            first of a step: on_before_zero_grad, zero_grad
+            on_train_batch_start
+            training_step
+            on_before_backward, backward, on_after_backward
+            last of a step: on_before_optimizer_step, clip, optimizer step, per-step schedules
+            on_train_batch_end
+            when due: log
+            when due: validate
+                on_validation_start
+                on_validation_model_eval
+                on_validation_epoch_start
+                for each batch
+                    on_validation_batch_start, validation_step, on_validation_batch_end
+                on_validation_epoch_end
+                on_validation_end
+                on_validation_model_train
+            last of a step: on_save_point("step")
+        on_train_epoch_end
+        per-epoch schedules
+        on_save_point("epoch")
+    on_save_point("end")
+    on_train_end
+    on_fit_end
+test
+    on_test_start
+    on_test_model_eval
+    on_test_epoch_start
+    on_test_batch_start, test_step, on_test_batch_end
+    on_test_epoch_end
+    on_test_end
+    on_test_model_train
+predict
+    on_predict_start
+    on_predict_model_eval
+    on_predict_epoch_start
+    on_predict_batch_start, predict_step, on_predict_batch_end
+    on_predict_epoch_end
+    on_predict_end
+    on_predict_model_train
+on_save_checkpoint and on_load_checkpoint when a checkpoint is written or read
+on_exception when something is raised
+teardown
 """
 
 from __future__ import annotations
@@ -195,10 +195,11 @@ def is_stopping(run: Run) -> bool:
         state.stop = f"max_epochs={run.max_epochs} reached"
     elif run.train.length == 0:
         state.stop = "limit_train_batches=0 leaves nothing to train on"
-    elif state.stop is not None and run.interrupted_by is None:
-        if state.step < run.min_steps or state.epoch < run.min_epochs:
-            # Whoever asked will ask again at their next check if the reason still holds.
-            state.stop = None
+    elif run.interrupted_by is None and (
+        state.step < run.min_steps or state.epoch < run.min_epochs
+    ):
+        # Whoever asked to stop will ask again at their next check if the reason still holds.
+        state.stop = None
     return state.stop is not None
 
 

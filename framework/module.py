@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from . import checkpoints, hparams
 from .errors import ModuleError
-from .metrics import Options
 from .overrides import DataHooks, TrainingHooks
 
 if TYPE_CHECKING:
@@ -132,9 +131,6 @@ class Module(DataHooks, TrainingHooks, nn.Module):
         )  # fmt: skip
         logged.log(name, value, batch_size, options)
 
-    # Under torch.compile a call of log leaves the graph for a moment, without a frame of its own.
-    log._torchdynamo_disable = True  # type: ignore[attr-defined]
-
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Record every value of ``dictionary`` under its name, with the options of `log`."""
         if hasattr(dictionary, "compute") and hasattr(dictionary, "reset"):
@@ -161,7 +157,11 @@ class Module(DataHooks, TrainingHooks, nn.Module):
             print(*args, **kwargs)
 
     def save_hyperparameters(
-        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: Any = None, logger: bool = True
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: Any = None,
+        logger: bool = True,
     ) -> None:
         """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
 
@@ -175,7 +175,7 @@ class Module(DataHooks, TrainingHooks, nn.Module):
         current = inspect.currentframe()
         frame = frame or (current.f_back if current else None)
         found = hparams.collect(frame, self, args, ignore)
-        self._hparams = hparams.HyperParameters({**(self._hparams or {}), **found})
+        self.hparams.update(found)
         self._log_hyperparams = logger
 
     @property
@@ -210,7 +210,9 @@ class Module(DataHooks, TrainingHooks, nn.Module):
         """
         if hparams_file is not None:
             raise ModuleError("hparams_file is not read. Pass the hyperparameters as arguments.")
-        module: Self = checkpoints.rebuilt(cls, checkpoint_path, map_location, strict, types, kwargs)
+        module: Self = checkpoints.rebuilt(
+            cls, checkpoint_path, map_location, strict, types, kwargs
+        )
         return module
 
     @property
@@ -231,7 +233,7 @@ class Module(DataHooks, TrainingHooks, nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are; the CPU where there is none."""
         if self._trainer is not None and self._trainer.is_running:
-            return self._trainer.strategy.device  # type: ignore[no-any-return]
+            return self._trainer.strategy.device
         for tensor in self._tensors():
             return tensor.device
         return torch.device("cpu")
@@ -372,6 +374,6 @@ class Module(DataHooks, TrainingHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies and pickles."""
         kept = self.__dict__.copy()
-        for name in ("_trainer", "_logged", "_toggled_off"):
+        for name in ("_trainer", "_logged", "_toggled_off", "log"):
             kept.pop(name, None)
         return kept

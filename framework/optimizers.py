@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .errors import ConfigError, ModuleError, did_you_mean
+from .errors import ModuleError, did_you_mean
 
 if TYPE_CHECKING:
     from .protocols import Precision
@@ -21,6 +21,9 @@ SHAPES = (
     "an optimizer; a list of optimizers; (optimizer, scheduler); two lists, of optimizers and of "
     "schedulers; {'optimizer': …, 'lr_scheduler': …}; a list of such dicts; or None"
 )
+SCHEDULER_KEYS = (
+    "scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -38,8 +41,15 @@ class SchedulerConfig:
     """Index of the optimizer whose rates it sets."""
 
 
-def configured(returned: Any, owner: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def configured(
+    returned: Any, owner: str, by_hand: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedules in what ``configure_optimizers`` returned.
+
+    Args:
+        returned: What it returned.
+        owner: The Module's class, for messages.
+        by_hand: Whether the Module steps its schedules itself.
 
     Raises:
         ModuleError: It is none of the shapes allowed, or a schedule's settings are wrong.
@@ -50,10 +60,21 @@ def configured(returned: Any, owner: str) -> tuple[list[Optimizer], list[Schedul
             raise _wrong_shape(returned, owner)
     configs = [_config(scheduler, index, owner) for index, scheduler in schedulers]
     for config in configs:
+        kind = type(config.scheduler).__name__
+        if config.reduce_on_plateau and config.monitor is None and not by_hand:
+            raise ModuleError(
+                f"{kind} needs to know what to watch. Return {{'scheduler': …, 'monitor': "
+                "'val/loss'}} with the name of a logged metric."
+            )
         own = getattr(config.scheduler, "optimizer", None)
-        for index, optimizer in enumerate(optimizers):
-            if own is optimizer:
-                config.opt_idx = index
+        if own is not None:
+            found = [index for index, optimizer in enumerate(optimizers) if optimizer is own]
+            if not found:
+                raise ModuleError(
+                    f"{kind} sets the rates of an optimizer that {owner}.configure_optimizers() "
+                    "does not return. Return both."
+                )
+            config.opt_idx = found[0]
     return optimizers, configs
 
 
@@ -79,10 +100,9 @@ def _split(returned: Any, owner: str) -> tuple[list[Any], list[tuple[int, Any]]]
 
 
 def _is_schedule(part: Any) -> bool:
-    return (
-        (isinstance(part, Mapping) and "scheduler" in part)
-        or (hasattr(part, "step") and not isinstance(part, Optimizer))
-    )  # fmt: skip
+    if isinstance(part, Mapping):
+        return "scheduler" in part
+    return hasattr(part, "step") and not isinstance(part, Optimizer)
 
 
 def _from_dicts(dicts: list[Any], owner: str) -> tuple[list[Any], list[tuple[int, Any]]]:
@@ -95,20 +115,18 @@ def _from_dicts(dicts: list[Any], owner: str) -> tuple[list[Any], list[tuple[int
         if schedule is not None and not isinstance(schedule, (list, tuple)):
             schedule = [schedule]
         for one in schedule or []:
-            if part.get("monitor") and not isinstance(one, Mapping):
-                one = {"scheduler": one, "monitor": part["monitor"]}
-            schedulers.append((index, one))
+            settings = one if isinstance(one, Mapping) else {"scheduler": one}
+            schedulers.append((index, {"monitor": part.get("monitor"), **settings}))
     return [part["optimizer"] for part in dicts], schedulers
 
 
 def _config(schedule: Any, index: int, owner: str) -> SchedulerConfig:
     settings = dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule}
-    allowed = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
-    _refuse_keys(settings, allowed, owner)
+    _refuse_keys(settings, SCHEDULER_KEYS, owner)
     scheduler = settings.get("scheduler")
     if not hasattr(scheduler, "step"):
         raise ModuleError(
-            f"{owner}.configure_optimizers() returned {scheduler!r} as a scheduler. Return an "
+            f"{owner}.configure_optimizers() returned {scheduler!r:.80} as a scheduler. Return an "
             "object with step(), such as those of torch.optim.lr_scheduler."
         )
     settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
@@ -118,12 +136,10 @@ def _config(schedule: Any, index: int, owner: str) -> SchedulerConfig:
             f"interval={config.interval!r} of a scheduler is neither 'step' nor 'epoch'. Use "
             "'step' to step it after each optimizer step, 'epoch' after each epoch."
         )
-    if config.frequency < 1:
-        raise ModuleError(f"frequency={config.frequency} of a scheduler must be at least 1.")
-    if config.reduce_on_plateau and config.monitor is None:
+    if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ModuleError(
-            f"{type(scheduler).__name__} needs to know what to watch. Return {{'scheduler': …, "
-            "'monitor': 'val/loss'}} with the name of a logged metric."
+            f"frequency={config.frequency!r} of a scheduler must be a whole number, at least 1: "
+            "the optimizer steps or epochs from one of its steps to the next."
         )
     return config
 
@@ -146,8 +162,7 @@ def _wrong_shape(returned: Any, owner: str) -> ModuleError:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step`` cannot do without a closure, as LBFGS."""
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-    parameter = inspect.signature(step).parameters.get("closure")
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is parameter.empty
 
 
@@ -162,12 +177,12 @@ class LoopOptimizer:
         optimizer: Optimizer,
         precision: Precision,
         before_step: Callable[[Optimizer], None],
-        toggle: Callable[[LoopOptimizer, bool], Any],
+        toggle: Callable[[LoopOptimizer, bool], AbstractContextManager[None]],
     ) -> None:
         self.optimizer = optimizer
-        self.updates = 0
+        self.updates = self.skips = 0
         self._precision, self._before_step, self._toggle = precision, before_step, toggle
-        self._takes_closure = needs_closure(optimizer)
+        self._needs_closure = needs_closure(optimizer)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -178,7 +193,8 @@ class LoopOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("optimizer", "updates") or name.startswith("_"):
+        # A schedule made over this object replaces its step, and must not reach the inner one.
+        if name in ("optimizer", "updates", "skips", "step") or name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)
@@ -186,31 +202,37 @@ class LoopOptimizer:
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients.
 
         Args:
             closure: Computes the gradients and returns the loss, if they are not there yet.
-            **kwargs: Refused: no optimizer of torch takes any.
+
+        Returns:
+            What the closure returned the first time, or None.
         """
-        if kwargs:
-            raise ConfigError(f"step() takes a closure and nothing else, not {sorted(kwargs)}.")
-        loss = None
-        if not self._takes_closure:
+        losses: list[Any] = []
+
+        def evaluated() -> Any:
             if closure is not None:
                 with torch.enable_grad():
-                    loss = closure()
-            closure = None
-        self._before_step(self.optimizer)
-        self.updates += self._precision.step(self.optimizer, closure)
-        return loss
+                    losses.append(closure())
+            self._before_step(self.optimizer)
+            return losses[-1] if losses else None
 
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        if self._needs_closure and closure is not None:
+            updated = self._precision.step(self.optimizer, evaluated)
+        else:
+            evaluated()
+            updated = self._precision.step(self.optimizer)
+        self.updates += updated
+        self.skips += not updated
+        return losses[0] if losses else None
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
         """Let only this optimizer's parameters require gradients inside the block.
 
         Args:
             sync_grad: Whether backward inside averages gradients over ranks.
         """
-        with self._toggle(self, sync_grad):
-            yield
+        return self._toggle(self, sync_grad)

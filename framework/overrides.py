@@ -175,7 +175,9 @@ class TrainingHooks:
     def on_validation_epoch_end(self) -> None:
         """All validation batches are done; what is logged here joins their metrics."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """``batch`` is on the device and ``validation_step`` comes next."""
 
     def on_validation_batch_end(

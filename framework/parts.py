@@ -1,4 +1,4 @@
-"""The parts a Trainer's choices stand for, and their end: made by name, told, taken down."""
+"""The parts that a Trainer's choices stand for, made by name and checked."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import choices
-from .callback import Callback
-from .errors import ConfigError, LeydenError, ModuleError, PluginError, unknown
-from .implementations import HOOK_NAMES, check_plugin, implementations, in_order, of_module
+from .datamodule import DataModule
+from .errors import ConfigError, LeydenError, ModuleError, unknown
+from .implementations import check_callback, refuse_twice
 from .module import Module
-from .protocols import Logger, Precision, Strategy
-from .schedule import parse_interval as interval  # noqa: F401  the Trainer checks its argument
+from .protocols import Logger
 
 if TYPE_CHECKING:
     from .manager import Registry
-    from .run import Run
     from .trainer import Trainer
 
 COMING = ("ddp", "fsdp", "hsdp", "deepspeed", "ddp_spawn", "ddp_notebook")
@@ -33,7 +31,7 @@ def accelerator(name: str) -> str:
         ConfigError: There is no such device here.
     """
     choices.one_of("accelerator", name, choices.ACCELERATORS)
-    there = {
+    there: dict[str, Callable[[], bool]] = {
         "cuda": torch.cuda.is_available,
         "mps": torch.backends.mps.is_available,
         "cpu": lambda: True,
@@ -49,30 +47,22 @@ def accelerator(name: str) -> str:
     return wanted
 
 
-def strategy(registry: Registry, choice: Any) -> Any:
-    """Return the strategy's name or object, checked."""
+def named(registry: Registry, kind: str, choice: Any, protocol: type) -> Any:
+    """Return ``choice`` if something of ``kind`` has this name, or if it is such a thing itself.
+
+    Raises:
+        ConfigError: Nothing has the name, or the object lacks what the loop will ask for.
+    """
     if not isinstance(choice, str):
-        return registry.resolved("strategy", choice, Strategy)
-    choice = "single_device" if choice == "auto" else choice
-    known = registry.listed("strategy")
-    if choice not in known and choice in COMING:
+        return registry.resolved(kind, choice, protocol)
+    known = registry.listed(kind)
+    if kind == "strategy" and choice in COMING and choice not in known:
         raise ConfigError(
             f"strategy={choice!r} comes with the strategies of a later release. For now use "
             f"{', '.join(map(repr, known))}, or install a plugin that provides it."
         )
     if choice not in known:
-        raise unknown("strategy", choice, known)
-    return choice
-
-
-def precision(registry: Registry, choice: Any) -> Any:
-    """Return the precision's registered name or object, checked."""
-    choice = choices.precision_name(choice)
-    if not isinstance(choice, str):
-        return registry.resolved("precision", choice, Precision)
-    known = registry.listed("precision")
-    if choice not in known:
-        raise unknown("precision", choice, known)
+        raise unknown(kind, choice, known)
     return choice
 
 
@@ -96,18 +86,11 @@ def callbacks(
     max_time: Any,
     profiler: Any,
 ) -> list[Any]:
-    """Return the callbacks given, names made, with those added that the Trainer's switches ask for."""
+    """Return the callbacks given, names made, and those that the Trainer's switches add."""
     found = [registry.resolved("callback", one) for one in given]
     for one in found:
-        if not isinstance(one, Callback):
-            raise PluginError(
-                f"{one!r} in callbacks is no Callback. Derive it from leyden.Callback, or pass an "
-                "object with @leyden.hookimpl methods as plugins=[…]."
-            )
-        check_plugin(one, "Trainer(callbacks=...)")
-    for index, one in enumerate(found):
-        if any(one is other for other in found[:index]):
-            raise PluginError(f"{one!r} is listed twice among the callbacks. List it once.")
+        check_callback(one, "Trainer(callbacks=[…])")
+    refuse_twice([*registry.plugins, *((one, "Trainer(callbacks=[…])") for one in found)])
     added = []
     if progress and not any(hasattr(one, "is_progress_bar") for one in found):
         added.append("rich_progress" if sys.stdout.isatty() else "plain_progress")
@@ -127,15 +110,15 @@ def callbacks(
 
 
 def with_module_callbacks(own: list[Any], module: Any) -> list[Any]:
-    """Return the Trainer's callbacks and then the Module's, which replace the Trainer's defaults."""
+    """Return the Trainer's callbacks, then the Module's, which replace the Trainer's defaults."""
     given = module.configure_callbacks()
     if given is None:
-        raise ModuleError("configure_callbacks() returned None. Return a callback or a list of them.")
+        raise ModuleError(
+            "configure_callbacks() returned None. Return a callback or a list of them."
+        )
     theirs = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in theirs:
-        if not isinstance(one, Callback):
-            raise PluginError(f"configure_callbacks() returned {one!r}, which is no Callback.")
-        check_plugin(one, "configure_callbacks")
+        check_callback(one, "configure_callbacks()")
     kinds = {type(one) for one in theirs}
     kept = [one for one in own if not (getattr(one, "is_default", False) and type(one) in kinds)]
     return [*kept, *theirs]
@@ -196,72 +179,13 @@ def newest_last(root: Path) -> str:
     return str(found[-1]) if found else ""
 
 
-def tell_everyone(
-    hooks: Iterable[Callable[..., None]], *given: Any, after: BaseException | None = None
-) -> None:
-    """Call every one of ``hooks``, and raise the first error of theirs last.
-
-    Args:
-        hooks: Who to tell.
-        *given: What they are told.
-        after: An error that is already on its way: theirs become notes to it.
-    """
-    first: BaseException | None = None
-    for hook in hooks:
-        try:
-            hook(*given)
-        except BaseException as error:
-            if after is not None:
-                after.add_note(f"While this was handled, a hook raised {error!r}.")
-            first = first or error
-    if first is not None and after is None:
-        raise first
+def listed(given: Any) -> list[Any]:
+    """Return ``given`` as a list: None as an empty one, a single thing as a list of it."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
-def take_down(run: Run, status: Literal["success", "failed", "interrupted"]) -> None:
-    """End ``run``: tell ``teardown`` to everyone, close loggers and strategy, let the Module go."""
-    steps: list[Callable[[], None]] = [
-        *((lambda hook=hook: hook(run.trainer, run.module, run.stage)) for hook in run.hooks.teardown),
-        *((lambda logger=logger: logger.close(status)) for logger in run.loggers),
-        run.strategy.close,
-        lambda: run.module.__dict__.update(_logged=None),
-    ]
-    tell_everyone([lambda step=step: step() for step in steps], after=sys.exc_info()[1])
-
-
-def by_loader(values: dict[str, float], count: int) -> list[dict[str, float]]:
-    """Return metrics apart for each loader, by the ending of their names."""
-    if count == 1:
-        return [values]
-    marker = "/dataloader_idx_"
-    return [
-        {name: v for name, v in values.items() if marker not in name or name.endswith(f"{marker}{i}")}
-        for i in range(count)
-    ]
-
-
-def table(stage: str, results: list[dict[str, float]]) -> str:
-    """Return the results of an evaluation as lines for a person."""
-    lines = []
-    for values in results:
-        width = max((len(name) for name in values), default=0)
-        lines += [f"  {name:<{width}}  {value:.6g}" for name, value in values.items()]
-    return "\n".join([f"{stage}:", *(lines or ["  nothing was logged"])])
-
-
-def explanation(trainer: Trainer, model: Any) -> str:
-    """Return who is called at each hook, in order, and where they come from."""
-    found = []
-    for plugin, origin in trainer.registry.plugins:
-        found += implementations(plugin, origin)
-    for callback in trainer.callbacks if model is None else trainer.callbacks_for(model):
-        found += implementations(callback, type(callback).__module__)
-    if model is not None:
-        found += of_module(model, Module)
-    order = in_order(found)
-    lines = []
-    for hook in HOOK_NAMES:
-        for number, impl in enumerate(order[hook], start=1):
-            wrapper = ", wraps the others" if impl.wrapper else ""
-            lines.append(f"{hook if number == 1 else '':<28}{number}. {impl.owner} ({impl.origin}{wrapper})")
-    return "\n".join(lines) or "No hook is implemented."
+def as_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
+    """Return ``(loaders, datamodule)``, where the first may have been a DataModule."""
+    return (None, loaders) if isinstance(loaders, DataModule) else (loaders, datamodule)

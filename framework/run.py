@@ -15,8 +15,8 @@ from .data.source import Source, Wait
 from .errors import NonFiniteLossError
 from .metrics import Metrics
 from .optimizers import LoopOptimizer, SchedulerConfig
-from .run_folder import RunFolder
 from .protocols import Checkpointer, Logger, Precision, Strategy
+from .run_folder import RunFolder
 from .state import State
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Run:
     backward: Callable[..., None] = lambda *_: None
     zero_grad: Callable[[Optimizer], None] = lambda *_: None
     clip: Callable[[Optimizer], None] | None = None
-    optimizer_step: Callable[[Optimizer], bool] = lambda *_: False
+    optimizer_step: Callable[..., bool] = lambda *_: False
     validation_due: Callable[[State, bool, bool], bool] = lambda *_: False
     accumulate: int = 1
     log_every_n_steps: int = 50

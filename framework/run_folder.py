@@ -20,7 +20,11 @@ class RunFolder:
     """
 
     def __init__(
-        self, root: str | Path, name: str, version: int | str | None = None, existing: Path | None = None
+        self,
+        root: str | Path,
+        name: str,
+        version: int | str | None = None,
+        existing: Path | None = None,
     ) -> None:
         self.root, self.name, self.version = Path(root), name, version
         self._path = existing

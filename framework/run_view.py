@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 
+from . import choices
+from .data.transfer import mapped
 from .errors import ConfigError, LeydenError
 from .state import State
 
@@ -327,6 +330,34 @@ class RunView:
     def log_dir(self) -> str | None:
         """The run's folder as text; None where there is none."""
         return str(self.run_dir) if self.run_dir is not None else None
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of ``loss`` as the run's precision does; for manual optimization."""
+        self._current().backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None, algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients ``optimizer`` holds by joint norm, or by value, once unscaled."""
+        run = self._current()
+        if gradient_clip_val is None:
+            return
+        choices.one_of("gradient_clip_algorithm", algorithm or "norm", ("norm", "value"))
+        run.precision.unscale(getattr(optimizer, "optimizer", optimizer))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            run.strategy.clip_grad_norm(parameters, gradient_clip_val)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Return the ranks' tensors stacked: each of shape ``(world_size, *tensor.shape)``."""
+        strategy = self._current().strategy
+
+        def gathered(value: Any) -> Tensor:
+            return strategy.all_gather(value, sync_grads)
+
+        return mapped(data, gathered, lambda value: isinstance(value, Tensor))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 def open_window(run: Run, batch_idx: int) -> None:
     """Begin the batches of one optimizer step with no gradients."""
     for optimizer in run.optimizers:
-        for hook in run.hooks.on_before_zero_grad:
-            hook(run.trainer, run.module, optimizer)
         run.zero_grad(optimizer)
     length = run.train.length
     # Where the end of the data is not known, gradients are divided when the window closes.
@@ -38,101 +36,154 @@ def train_batch(run: Run, batch: Any, batch_idx: int, closes: bool) -> Any:
     # Set before the forward, so that accumulation needs no second code path.
     run.strategy.sync_gradients(closes)
     result = run.training_step(batch, batch_idx)
-    loss = result if isinstance(result, Tensor) else loss_of(run, result)
+    plain = isinstance(result, Tensor) and result.ndim == 0
+    loss = result if plain else loss_of(run, result)
 
     if loss is not None and run.losses.accept(loss):
-        share = loss
-        if isinstance(result, dict) and "weight" in result:
-            share = loss * result["weight"]
-            window.weight = result["weight"] + (window.weight or 0.0)
-        elif window.divisor != 1:
-            share = loss / window.divisor
-        for hook in run.hooks.on_before_backward:
-            hook(run.trainer, run.module, share)
-        run.backward(share)
-        for hook in run.hooks.on_after_backward:
-            hook(run.trainer, run.module)
+        if not plain or window.weight is not None:
+            differentiate(run, share_of(run, result, loss))
+        else:
+            differentiate(run, loss if window.divisor == 1 else loss / window.divisor)
         window.used += 1
-        del share
 
     if closes:
         update(run)
-    return loss.detach() if result is loss and loss is not None else detached(result)
+    return result.detach() if plain else detached(result)
 
 
 def train_batch_by_hand(run: Run, batch: Any, batch_idx: int, closes: bool) -> Any:
     """Run a ``training_step`` that steps its optimizers itself, and count what it did."""
-    before = [optimizer.updates for optimizer in run.loop_optimizers]
     result = run.training_step(batch, batch_idx)
-    after = [optimizer.updates for optimizer in run.loop_optimizers]
-    if after != before:
-        run.state.step += 1
-        run.state.optimizer_steps[:] = after
-    run.window.open = False
+    state, optimizers = run.state, run.loop_optimizers
+    if any(optimizer.updates for optimizer in optimizers):
+        state.step += 1
+    elif any(optimizer.skips for optimizer in optimizers):
+        state.skipped += 1
+    for index, optimizer in enumerate(optimizers):
+        state.optimizer_steps[index] += optimizer.updates
+        optimizer.updates = optimizer.skips = 0
     return detached(result)
 
 
 def train_batch_in_closure(run: Run, batch: Any, batch_idx: int, closes: bool) -> Any:
     """Run an optimizer that evaluates the loss as often as it likes, such as LBFGS."""
-    first: list[Any] = []
+    optimizer = run.optimizers[0]
+    outputs: list[Any] = []
 
     def closure() -> Tensor:
-        run.zero_grad(run.optimizers[0])
+        if outputs:
+            run.zero_grad(optimizer)
         result = run.training_step(batch, batch_idx)
-        loss = result if isinstance(result, Tensor) else loss_of(run, result)
+        loss = loss_of(run, result)
         if loss is None:
-            raise ModuleError("training_step returned None, and this optimizer needs its loss.")
-        first.append(detached(result))
-        for hook in run.hooks.on_before_backward:
-            hook(run.trainer, run.module, loss)
-        run.backward(loss)
-        for hook in run.hooks.on_after_backward:
-            hook(run.trainer, run.module)
+            raise ModuleError(
+                f"{type(run.module).__name__}.training_step returned no loss, and "
+                f"{type(optimizer).__name__} needs one each time it evaluates a batch."
+            )
+        outputs.append(detached(result))
+        run.losses.accept(loss)
+        differentiate(run, loss)
+        for hook in run.hooks.on_before_optimizer_step:
+            hook(run.trainer, run.module, optimizer)
         if run.clip is not None:
-            run.clip(run.optimizers[0])
+            run.clip(optimizer)
         return loss
 
-    for hook in run.hooks.on_before_optimizer_step:
-        hook(run.trainer, run.module, run.optimizers[0])
-    run.precision.step(run.optimizers[0], closure)
-    count_update(run, True)
-    return first[0]
+    run.window.open = False
+    count_update(run, run.optimizer_step(optimizer, closure))
+    return outputs[0] if outputs else None
 
 
 def loss_of(run: Run, result: Any) -> Tensor | None:
-    """Return the loss in what ``training_step`` returned, or None where it left the batch out."""
+    """Return the loss in what ``training_step`` returned, or None where it left the batch out.
+
+    Raises:
+        ModuleError: There is neither.
+    """
     loss = result.get("loss", result) if isinstance(result, dict) else result
     if loss is None or (isinstance(loss, Tensor) and loss.ndim == 0):
         return loss
-    owner = type(run.module).__name__
-    kind = f"a dict without 'loss': {sorted(map(str, loss))}" if isinstance(loss, dict) else repr(loss)
+    if isinstance(loss, Tensor):
+        kind = f"a tensor of shape {tuple(loss.shape)}"
+    elif isinstance(loss, dict):
+        kind = f"a dict without 'loss': {sorted(map(str, loss))}"
+    else:
+        kind = f"{type(loss).__name__} {loss!r:.80}"
     raise ModuleError(
-        f"{owner}.training_step returned {kind:.200}. Return the loss as a tensor of shape (), a "
-        "dict with it under 'loss', or None to leave this batch out."
+        f"{type(run.module).__name__}.training_step returned {kind}. Return the loss as a tensor "
+        "of shape (), a dict with it under 'loss', or None to leave this batch out."
     )
+
+
+def share_of(run: Run, result: Any, loss: Tensor) -> Tensor:
+    """Return what ``loss`` adds to its window: weighted, where the step returned a weight.
+
+    Raises:
+        ModuleError: The weight is no number, or only some batches of the window have one.
+    """
+    window, owner = run.window, type(run.module).__name__
+    weight = result.get("weight") if isinstance(result, dict) else None
+    if (weight is None) != (window.weight is None) and window.used:
+        raise ModuleError(
+            f"{owner}.training_step returned a 'weight' for some batches of an optimizer step and "
+            "none for others. Return one for each batch, or for none."
+        )
+    if weight is None:
+        return loss / window.divisor
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    if getattr(weight, "ndim", 0) or not hasattr(weight, "__float__"):
+        raise ModuleError(
+            f"{owner}.training_step returned the weight {weight!r:.80}. Return how many items the "
+            "loss is the mean of: a number, or a tensor of shape ()."
+        )
+    window.weight = weight if window.weight is None else window.weight + weight
+    return loss * weight
+
+
+def differentiate(run: Run, loss: Tensor) -> None:
+    """Add the gradients of ``loss``.
+
+    Raises:
+        ModuleError: It depends on no parameter.
+    """
+    for hook in run.hooks.on_before_backward:
+        hook(run.trainer, run.module, loss)
+    try:
+        run.backward(loss)
+    except RuntimeError as error:
+        if loss.requires_grad:
+            raise
+        raise ModuleError(
+            f"{type(run.module).__name__}.training_step returned a loss that depends on no "
+            "parameter. Compute it with the Module's layers, outside of torch.no_grad(), and "
+            "return it without detach() or item()."
+        ) from error
+    for hook in run.hooks.on_after_backward:
+        hook(run.trainer, run.module)
 
 
 def update(run: Run) -> None:
     """Step the optimizer on the gradients of the window, and the schedules that count steps."""
     window, optimizer = run.window, run.optimizers[0]
-    if window.used:
-        if window.weight is not None:
-            scale_gradients(run, 1 / run.strategy.reduce(torch.as_tensor(window.weight), "mean"))
-        elif window.used != window.divisor:
-            scale_gradients(run, window.divisor / window.used)
-        run.precision.unscale(optimizer)
-        for hook in run.hooks.on_before_optimizer_step:
-            hook(run.trainer, run.module, optimizer)
-        if run.clip is not None:
-            run.clip(optimizer)
-        count_update(run, run.optimizer_step(optimizer))
-    window.open, window.used, window.weight = False, 0, None
+    window.open = False
+    if not window.used:
+        count_update(run, False)
+        return
+    if window.weight is not None or window.used != window.divisor:
+        average_gradients(run)
+    window.used, window.weight = 0, None
+    run.precision.unscale(optimizer)
+    for hook in run.hooks.on_before_optimizer_step:
+        hook(run.trainer, run.module, optimizer)
+    if run.clip is not None:
+        run.clip(optimizer)
+    count_update(run, run.optimizer_step(optimizer))
 
 
 def count_update(run: Run, updated: bool) -> None:
     """Count an update that was due, and step the per-step schedules where it took place."""
     state = run.state
-    run.window.open = False
     if not updated:
         state.skipped += 1
         return
@@ -143,9 +194,17 @@ def count_update(run: Run, updated: bool) -> None:
             step_schedule(run, config)
 
 
-def scale_gradients(run: Run, factor: Tensor | float) -> None:
-    """Multiply every gradient by ``factor``, in place."""
-    gradients = [p.grad for p in run.parameters() if p.grad is not None]
+def average_gradients(run: Run) -> None:
+    """Make the gradients of the window a mean over what it came to hold, in place."""
+    window, parameters = run.window, run.parameters()
+    factor: Tensor | float = window.divisor / window.used
+    if window.weight is not None:
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        zero = torch.zeros((), dtype=dtype, device=run.strategy.device)
+        total = run.strategy.reduce(zero + window.weight, "mean")
+        # Where every weight is zero, so is every gradient, and stays it.
+        factor = 1 / total.clamp(min=torch.finfo(dtype).tiny)
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
@@ -153,19 +212,19 @@ def scale_gradients(run: Run, factor: Tensor | float) -> None:
 def step_schedule(run: Run, config: SchedulerConfig) -> None:
     """Step one schedule, with the metric it watches."""
     metric = None
-    if config.monitor is not None:
+    if config.reduce_on_plateau:
+        assert config.monitor is not None, "configured() refuses it"
         known = run.metrics.read().callback
         metric = known.get(config.monitor)
         if metric is None:
-            evaluates = bool(run.evaluations) and run.state.validations == 0
-            if config.strict and not evaluates:
+            if config.strict and not (run.evaluations and run.state.validations == 0):
                 raise unknown(
-                    "metric a scheduler can monitor", config.monitor, known,
+                    "metric a scheduler can monitor",
+                    config.monitor,
+                    known,
                     "Log it, or set the scheduler's 'strict' to False to go without.",
-                )  # fmt: skip
+                )
             return
-    if metric is not None and not config.reduce_on_plateau:
-        metric = None
     run.module.lr_scheduler_step(config.scheduler, metric)
 
 

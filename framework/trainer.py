@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-from torch.nn.utils import clip_grad_value_
-
-from . import checkpoints, choices, loop, parts, signals
-from .data.transfer import mapped
+from . import checkpoints, choices, loop, parts, results
 from .errors import ConfigError
+from .explanation import explanation
 from .hookspecs import Stage
 from .manager import Registry
 from .metrics import to_floats
+from .protocols import Checkpointer, Precision, Strategy
 from .rank_zero import rank_zero_info
+from .results import FitResult
+from .run import Run
 from .run_folder import script_name
 from .run_view import RunView
+from .schedule import parse_interval
+from .session import session
 from .state import State
-from .torch_flags import torch_flags
-from .wiring import Request, assemble, wire
-
-
-@dataclass(frozen=True, slots=True)
-class FitResult:
-    """How a fit ended."""
-
-    reason: str
-    """Why it ended: which limit was reached, or who stopped it."""
-    steps: int
-    """Iterations that updated weights, since training began."""
-    epochs: int
-    """Passes over the data that are complete."""
-    metrics: dict[str, float]
-    """The latest value of everything logged."""
-    best_model_path: str | None
-    """The best checkpoint by the monitored metric, or None."""
+from .wiring import Request
 
 
 class Trainer(RunView):
@@ -148,15 +132,18 @@ class Trainer(RunView):
     ) -> None:
         choices.unexpected(unexpected, Trainer.__init__.__annotations__)
         whole, batches, one_of = choices.whole, choices.batches, choices.one_of
-        self.registry = Registry(_listed(plugins))
+        self.registry = Registry(parts.listed(plugins))
+        self.registry.check()
         self.accelerator = parts.accelerator(accelerator)
         self.devices = choices.device_count(devices)
         self.num_nodes = whole("num_nodes", num_nodes, 1)
-        self.strategy_choice = parts.strategy(self.registry, strategy)
-        self.precision_choice = parts.precision(self.registry, precision)
-        self.checkpointer_choice = checkpointer
-        if isinstance(checkpointer, str):
-            one_of("checkpointer", checkpointer, self.registry.listed("checkpointer"))
+        strategy = "single_device" if strategy == "auto" else strategy
+        precision = choices.precision_name(precision)
+        self.strategy_choice = parts.named(self.registry, "strategy", strategy, Strategy)
+        self.precision_choice = parts.named(self.registry, "precision", precision, Precision)
+        self.checkpointer_choice = parts.named(
+            self.registry, "checkpointer", checkpointer, Checkpointer
+        )
 
         self.fast_dev_run = whole("fast_dev_run", int(fast_dev_run), 0)
         self.max_epochs = whole("max_epochs", max_epochs, 0, unlimited=True)
@@ -171,7 +158,7 @@ class Trainer(RunView):
         self.limit_predict_batches = batches("limit_predict_batches", limit_predict_batches)
         self.overfit_batches = batches("overfit_batches", overfit_batches)
         self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
-        parts.interval(self.val_check_interval)
+        parse_interval(self.val_check_interval)
         self.check_val_every_n_epoch = whole("check_val_every_n_epoch", check_val_every_n_epoch, 1)
         moments = [validate_at] if isinstance(validate_at, str) else validate_at
         self.validate_at = frozenset(one_of("validate_at", m, ("start", "end")) for m in moments)
@@ -182,7 +169,9 @@ class Trainer(RunView):
         self.accumulate_grad_batches = whole("accumulate_grad_batches", accumulate_grad_batches, 1)
         self.gradient_clip_val = choices.positive("gradient_clip_val", gradient_clip_val)
         algorithm = gradient_clip_algorithm or "norm"
-        self.gradient_clip_algorithm = one_of("gradient_clip_algorithm", algorithm, ("norm", "value"))
+        self.gradient_clip_algorithm = one_of(
+            "gradient_clip_algorithm", algorithm, ("norm", "value")
+        )
         self.deterministic = one_of("deterministic", deterministic, (None, False, True, "warn"))
         self.benchmark = benchmark
         self.inference_mode = inference_mode
@@ -204,7 +193,7 @@ class Trainer(RunView):
         self.logger_choices = parts.loggers(self.registry, False if dev else logger)
         self._callbacks = parts.callbacks(
             self.registry,
-            _listed(callbacks),
+            parts.listed(callbacks),
             model_checkpoint=not dev and enable_checkpointing is not False,
             progress=enable_progress_bar is not False,
             summary=enable_model_summary is not False,
@@ -248,7 +237,7 @@ class Trainer(RunView):
         Raises:
             LeydenError: A choice, the Module or the data cannot be used; the message says why.
         """
-        train_dataloaders, datamodule = _as_datamodule(train_dataloaders, datamodule)
+        train_dataloaders, datamodule = parts.as_datamodule(train_dataloaders, datamodule)
         if model is not self._fitted:
             # Limits are absolute for the training of one Module; another one begins its own.
             self._state, self.position, self._fitted = State(), None, model
@@ -301,16 +290,16 @@ class Trainer(RunView):
         self, stage: Stage, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
         model, ckpt_path = self._last_fitted(model, ckpt_path, stage)
-        loaders, datamodule = _as_datamodule(loaders, datamodule)
+        loaders, datamodule = parts.as_datamodule(loaders, datamodule)
         kind = "val" if stage == "validate" else stage
         with self._running(stage, model, {kind: loaders}, datamodule, ckpt_path) as run:
             evaluation = run.evaluations[stage]
             loop.evaluate(run, evaluation)
         values = to_floats(run.metrics.finished.callback)
-        results = parts.by_loader(values, len(evaluation.sources))
+        found = results.by_loader(values, len(evaluation.sources))
         if verbose and self.is_global_zero:
-            print(parts.table(stage, results))
-        return results
+            print(results.table(stage, found))
+        return found
 
     def predict(
         self,
@@ -337,7 +326,7 @@ class Trainer(RunView):
             loaders; None where nothing is kept; an iterator to stream.
         """
         model, ckpt_path = self._last_fitted(model, ckpt_path, "predict")
-        dataloaders, datamodule = _as_datamodule(dataloaders, datamodule)
+        dataloaders, datamodule = parts.as_datamodule(dataloaders, datamodule)
         predictions = self._predictions(model, dataloaders, datamodule, ckpt_path)
         if stream:
             return (output for _, output in predictions)
@@ -375,37 +364,9 @@ class Trainer(RunView):
         Args:
             model: A Module whose own hooks are to be among them.
         """
-        text = parts.explanation(self, model)
+        text = explanation(self, model)
         print(text)
         return text
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of ``loss`` as the run's precision does; for manual optimization."""
-        self._current().backward(loss, *args, **kwargs)
-
-    def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float | None, algorithm: str | None = None
-    ) -> None:
-        """Clip the gradients ``optimizer`` holds by joint norm, or by value, once unscaled."""
-        run = self._current()
-        if gradient_clip_val is None:
-            return
-        choices.one_of("gradient_clip_algorithm", algorithm or "norm", ("norm", "value"))
-        run.precision.unscale(getattr(optimizer, "optimizer", optimizer))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if algorithm == "value":
-            clip_grad_value_(parameters, gradient_clip_val)
-        else:
-            run.strategy.clip_grad_norm(parameters, gradient_clip_val)
-
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Return the ranks' tensors stacked: each of shape ``(world_size, *tensor.shape)``."""
-        strategy = self._current().strategy
-
-        def gathered(value: Any) -> Tensor:
-            return strategy.all_gather(value, sync_grads)
-
-        return mapped(data, gathered, lambda value: isinstance(value, Tensor))
 
     @property
     def precision(self) -> str:
@@ -427,30 +388,14 @@ class Trainer(RunView):
         """Return the callbacks of a run of ``module``: the Trainer's, then the Module's own."""
         return parts.with_module_callbacks(self._callbacks, module)
 
-    @contextmanager
     def _running(
         self, stage: Stage, model: Any, loaders: dict[str, Any], datamodule: Any, ckpt_path: Any
-    ) -> Iterator[Any]:
-        """Wire a run, hand it out, and take it down whatever happens inside."""
+    ) -> AbstractContextManager[Run]:
         module, compile_step = parts.unwrapped(model)
         self.ckpt_path = parts.checkpoint_path(self, ckpt_path)
-        request = Request(stage, module, loaders, datamodule, self.ckpt_path, None, compile_step)
-        run = self._run = assemble(self, request)
-        self.is_running = True
-        status: Literal["success", "failed", "interrupted"] = "failed"
-        try:
-            with signals.Signals(run), torch_flags(self):
-                wire(run, request)
-                yield run
-            status = "success" if run.interrupted_by is None else "interrupted"
-        except BaseException as error:
-            parts.tell_everyone(run.hooks.on_exception, self, module, error, after=error)
-            raise
-        finally:
-            parts.take_down(run, status)
-            self.is_running = False
-        if run.interrupted_by is not None and not signals.is_interactive():
-            raise SystemExit(signals.exit_code(run.interrupted_by))
+        return session(
+            self, Request(stage, module, loaders, datamodule, self.ckpt_path, compile_step)
+        )
 
     def _last_fitted(self, model: Any, ckpt_path: Any, stage: str) -> tuple[Any, Any]:
         if model is not None:
@@ -459,17 +404,3 @@ class Trainer(RunView):
             raise ConfigError(f"There is no model to {stage}. Pass one: trainer.{stage}(model, …).")
         best = getattr(self.checkpoint_callback, "best_model_path", None)
         return self._fitted, ckpt_path or best or None
-
-
-def _listed(given: Any) -> list[Any]:
-    """Return ``given`` as a list: None as an empty one, a single thing as a list of it."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-
-
-def _as_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
-    """Return ``(loaders, datamodule)``, where the first may have been a DataModule."""
-    from .datamodule import DataModule
-
-    return (None, loaders) if isinstance(loaders, DataModule) else (loaders, datamodule)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import step
@@ -38,10 +40,10 @@ def wire_optimizers(run: Run) -> None:
                 "Module layers in __init__ or configure_model, and pass self.parameters()."
             ) from error
         raise
-    run.optimizers, run.schedulers = configured(returned, owner)
+    by_hand = not module.automatic_optimization
+    run.optimizers, run.schedulers = configured(returned, owner, by_hand)
     run.step_schedulers = [config for config in run.schedulers if config.interval == "step"]
     check_parameters(run)
-    by_hand = not module.automatic_optimization
     run.loop_optimizers = [
         LoopOptimizer(
             optimizer,
@@ -52,7 +54,6 @@ def wire_optimizers(run: Run) -> None:
         for optimizer in run.optimizers
     ]
     run.backward = _backward(run)
-    run.zero_grad = _zero_grad(run)
     if by_hand:
         _wire_manual(run)
     else:
@@ -62,24 +63,26 @@ def wire_optimizers(run: Run) -> None:
 
 def _wire_manual(run: Run) -> None:
     trainer = run.trainer
-    for name, value, default in (
-        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
-        ("gradient_clip_val", trainer.gradient_clip_val, None),
+    for name, value, possible, instead in (
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, (1,), "Step less often there"),
+        ("gradient_clip_val", trainer.gradient_clip_val, (None,), "Call self.clip_gradients there"),
+        ("nonfinite_loss", trainer.nonfinite_loss, ("continue", "stop"), "Check the loss there"),
     ):
-        if value != default:
+        if value not in possible:
             raise ConfigError(
-                f"{name}={value} is for automatic optimization, and this Module steps its "
-                "optimizers itself. Do it in training_step, for example with self.clip_gradients."
+                f"{name}={value!r} is for automatic optimization, and this Module steps its "
+                f"optimizers itself, in training_step. {instead}, and leave {name} out."
             )
     run.train_batch = step.train_batch_by_hand
-    run.zero_grad = lambda _: None
+    run.backward = partial(_backward_by_hand, run, run.backward)
 
 
 def _wire_automatic(run: Run) -> None:
     module = run.module
     if not run.optimizers:
         rank_zero_warn(
-            "configure_optimizers() returned None, so this fit runs its steps and trains nothing."
+            "configure_optimizers() returned no optimizer, so this fit runs its steps and trains "
+            "nothing."
         )
         run.train_batch = step.train_batch_by_hand
         return
@@ -89,32 +92,36 @@ def _wire_automatic(run: Run) -> None:
             "optimization steps one. Set self.automatic_optimization = False in __init__ and step "
             "them in training_step with self.optimizers() and self.manual_backward(loss)."
         )
-    run.clip = _clip(run)
-    if needs_closure(run.optimizers[0]):
-        _refuse_accumulation(run)
-        run.train_batch = step.train_batch_in_closure
-        return
-    run.train_batch = step.train_batch
+    run.clip, run.zero_grad = _clip(run), _zero_grad(run)
     run.optimizer_step = run.precision.step
     if overrides(module, "optimizer_step", TrainingHooks):
         run.optimizer_step = partial(_step_through_module, run)
+    run.train_batch = step.train_batch
+    if needs_closure(run.optimizers[0]):
+        _check_closure(run)
+        run.train_batch = step.train_batch_in_closure
 
 
-def _refuse_accumulation(run: Run) -> None:
-    if run.accumulate > 1:
-        raise ConfigError(
-            f"accumulate_grad_batches={run.accumulate} cannot be used with "
-            f"{type(run.optimizers[0]).__name__}, which evaluates the loss of one batch as often "
-            "as it likes. Use larger batches."
-        )
+def _check_closure(run: Run) -> None:
+    for name, value, possible in (
+        ("accumulate_grad_batches", run.accumulate, (1,)),
+        ("nonfinite_loss", run.trainer.nonfinite_loss, ("continue", "stop")),
+    ):
+        if value not in possible:
+            raise ConfigError(
+                f"{name}={value!r} cannot be used with {type(run.optimizers[0]).__name__}, which "
+                "evaluates the loss of one batch as often as it likes. Leave it out."
+            )
 
 
-def _step_through_module(run: Run, _: Optimizer) -> bool:
+def _step_through_module(
+    run: Run, _: Optimizer, closure: Callable[[], Any] = lambda: None
+) -> bool:
     """Let the Module's own ``optimizer_step`` decide, and return whether it updated."""
     optimizer = run.loop_optimizers[0]
-    before = optimizer.updates
-    run.module.optimizer_step(run.state.epoch, run.state.batch, optimizer, lambda: None)
-    return optimizer.updates > before
+    optimizer.updates = 0
+    run.module.optimizer_step(run.state.epoch, run.state.batch, optimizer, closure)
+    return optimizer.updates > 0
 
 
 def _backward(run: Run) -> Callable[..., None]:
@@ -124,11 +131,36 @@ def _backward(run: Run) -> Callable[..., None]:
     return lambda loss, *args, **kwargs: own(scale(loss), *args, **kwargs)
 
 
+def _backward_by_hand(
+    run: Run, backward: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """Add gradients where the user says so, and tell of it as in automatic optimization."""
+    if loss.ndim == 0:
+        run.losses.accept(loss)
+    for hook in run.hooks.on_before_backward:
+        hook(run.trainer, run.module, loss)
+    backward(loss, *args, **kwargs)
+    for hook in run.hooks.on_after_backward:
+        hook(run.trainer, run.module)
+
+
 def _zero_grad(run: Run) -> Callable[[Optimizer], None]:
-    if not overrides(run.module, "optimizer_zero_grad", TrainingHooks):
-        return Optimizer.zero_grad
-    own, state = run.module.optimizer_zero_grad, run.state
-    return lambda optimizer: own(state.epoch, state.batch, optimizer)
+    zero_grad: Callable[[Optimizer], None] = methodcaller("zero_grad")
+    if overrides(run.module, "optimizer_zero_grad", TrainingHooks):
+        own, state = run.module.optimizer_zero_grad, run.state
+
+        def zero_grad(optimizer: Optimizer) -> None:
+            own(state.epoch, state.batch, optimizer)
+
+    if not run.hooks.on_before_zero_grad:
+        return zero_grad
+
+    def told(optimizer: Optimizer) -> None:
+        for hook in run.hooks.on_before_zero_grad:
+            hook(run.trainer, run.module, optimizer)
+        zero_grad(optimizer)
+
+    return told
 
 
 def _clip(run: Run) -> Callable[[Optimizer], None] | None:

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,9 +28,9 @@ from .data.feed import (
 )
 from .data.source import Source
 from .errors import ConfigError, ModuleError
+from .hook_names import check_module
 from .hookspecs import Stage
-from .implementations import check_module, in_order, of_module
-from .implementations import implementations as implemented_by
+from .implementations import implementations, in_order, of_module, refuse_twice
 from .manager import Hooks
 from .metrics import Metrics
 from .module import Module
@@ -58,8 +57,9 @@ class Request:
     loaders: Mapping[str, Any]
     datamodule: Any = None
     ckpt_path: str | None = None
-    checkpoint: dict[str, Any] | None = None
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    checkpoint: dict[str, Any] | None = None
+    """What ``ckpt_path`` holds, once it is read."""
 
 
 def assemble(trainer: Trainer, request: Request) -> Run:
@@ -69,15 +69,17 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         check_module(owner, (*vars(DataHooks), *vars(TrainingHooks)))
     strategy = trainer.registry.resolved("strategy", trainer.strategy_choice, Strategy)
     precision = trainer.registry.resolved("precision", trainer.precision_choice, Precision)
-    checkpointer = trainer.registry.resolved("checkpointer", trainer.checkpointer_choice, Checkpointer)
+    checkpointer = trainer.registry.resolved(
+        "checkpointer", trainer.checkpointer_choice, Checkpointer
+    )
     strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
     precision.connect(strategy.device)
     if request.ckpt_path is not None:
-        request.checkpoint = checkpointer.load(request.ckpt_path)
+        request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
     callbacks = trainer.callbacks_for(module)
     checkpoints.stateful(callbacks)
     parts = [strategy, precision, checkpointer, *trainer.logger_choices]
-    hooks = hooks_of(trainer, callbacks, parts, request)
+    hooks = hooks_of(trainer, callbacks, parts, module, request.datamodule)
     sizer = module.count_samples if overrides(module, "count_samples", Module) else None
     return Run(
         trainer=trainer,
@@ -96,19 +98,23 @@ def assemble(trainer: Trainer, request: Request) -> Run:
     )
 
 
-def hooks_of(trainer: Trainer, callbacks: list[Any], parts: list[Any], request: Request) -> Hooks:
-    """Return the hooks of everyone in the run, in the published order."""
-    found = []
-    if request.datamodule is not None:
-        found += of_module(request.datamodule, DataHooks, "DataModule")
-    for plugin, origin in trainer.registry.plugins:
-        found += implemented_by(plugin, origin)
-    for part in parts:
-        found += implemented_by(part, type(part).__module__)
-    for callback in callbacks:
-        found += implemented_by(callback, type(callback).__module__)
-    if request.module is not None:
-        found += of_module(request.module, Module)
+def hooks_of(
+    trainer: Trainer, callbacks: list[Any], parts: list[Any], module: Any, datamodule: Any = None
+) -> Hooks:
+    """Return the hooks of everyone in a run, in the published order.
+
+    Raises:
+        PluginError: One breaks the contract, or stands twice among plugins, parts and callbacks.
+    """
+    # One object may serve as two parts.
+    others = [*{id(part): part for part in parts}.values(), *callbacks]
+    listed = [*trainer.registry.plugins, *((one, type(one).__module__) for one in others)]
+    refuse_twice(listed)
+    found = [impl for plugin, origin in listed for impl in implementations(plugin, origin)]
+    if datamodule is not None:
+        found += of_module(datamodule, DataHooks, "DataModule")
+    if module is not None:
+        found += of_module(module, Module)
     return Hooks(in_order(found))
 
 
@@ -118,9 +124,7 @@ def folder_of(trainer: Trainer, checkpoint: dict[str, Any] | None) -> RunFolder:
     existing = Path(saved) if saved and Path(saved).is_dir() else None
     for logger in trainer.logger_choices:
         if logger.save_dir is not None:
-            return RunFolder(
-                logger.save_dir, logger.name or trainer.name, logger.version, existing
-            )
+            return RunFolder(logger.save_dir, logger.name or trainer.name, logger.version, existing)
     return RunFolder(trainer.default_root_dir, trainer.name, None, existing)
 
 
@@ -131,6 +135,9 @@ def wire(run: Run, request: Request) -> None:
     if run.datamodule is not None:
         run.datamodule.trainer = trainer
     check_steps(run, request)
+    if request.compile_step is not None or has_compiled_parts(module):
+        # What log keeps changes from step to step, and nothing may be compiled again for it.
+        module.__dict__["log"] = torch.compiler.disable(module.log)
     run.hyperparameters = encoded_hyperparameters(run)
     open_loggers(run, request.checkpoint)
     for owner in (run.datamodule, module):
@@ -165,10 +172,22 @@ def check_steps(run: Run, request: Request) -> None:
         require_step(module, f"{stage}_step", Module)
 
 
+def has_compiled_parts(module: Module) -> bool:
+    """Return whether torch.compile was applied to a part of ``module``, or to its step."""
+    steps = (getattr(module, f"{name}_step") for name in ("training", "validation", "test"))
+    return any(hasattr(step, "_torchdynamo_orig_callable") for step in steps) or any(
+        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
 def encoded_hyperparameters(run: Run) -> dict[str, Any]:
     """Return a checkpoint's hyperparameters, so that a refusal comes before any training."""
     encoded = {}
-    for key, owner in (("hyper_parameters", run.module), ("datamodule_hyper_parameters", run.datamodule)):
+    for key, owner in (
+        ("hyper_parameters", run.module),
+        ("datamodule_hyper_parameters", run.datamodule),
+    ):
         if owner is not None and owner._hparams:
             where = f"the hyperparameters of {type(owner).__name__}"
             encoded[key] = hparams.encode(owner.hparams, where)
@@ -177,7 +196,7 @@ def encoded_hyperparameters(run: Run) -> dict[str, Any]:
 
 def open_loggers(run: Run, checkpoint: dict[str, Any] | None) -> None:
     """Open every logger in the run's folder and hand over the hyperparameters."""
-    if run.strategy.rank != 0 or run.stage != "fit" and not run.loggers:
+    if run.strategy.rank != 0 or (run.stage != "fit" and not run.loggers):
         return
     resumed_at = None
     if run.stage == "fit" and checkpoint is not None:
@@ -212,7 +231,11 @@ def wire_training(run: Run, request: Request) -> None:
     def read_train() -> Source:
         loaders = loaders_for("train", request.loaders.get("train"), run.datamodule, module)
         return train_source(
-            loaders, trainer.limit_train_batches, bool(trainer.overfit_batches), prepare_for(run)(0), run.wait
+            loaders,
+            trainer.limit_train_batches,
+            bool(trainer.overfit_batches),
+            prepare_for(run)(0),
+            run.wait,
         )
 
     run.train = read_train()
@@ -220,7 +243,9 @@ def wire_training(run: Run, request: Request) -> None:
     if every:
         first = state.epoch
         run.reload_train = lambda: (
-            read_train() if state.epoch % every == 0 and state.epoch != first and not state.batch else run.train
+            read_train()
+            if state.epoch % every == 0 and state.epoch != first and not state.batch
+            else run.train
         )
 
     wire_optimizers(run)
@@ -229,7 +254,9 @@ def wire_training(run: Run, request: Request) -> None:
     elif trainer.position is not None:
         left = trainer.position
         checkpoints.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
-    state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[: len(run.optimizers)]
+    state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[
+        : len(run.optimizers)
+    ]
     state.stop = None if run.interrupted_by is None else state.stop
     run.began = perf_counter() - state.elapsed
 
@@ -273,7 +300,11 @@ def wire_evaluations(run: Run, request: Request) -> None:
     kind = STAGES[run.stage][-1]
     loaders = loaders_for(kind, request.loaders.get(kind), run.datamodule, module)
     if run.stage == "fit":
-        if loaders is None and trainer.overfit_batches and overrides(module, "validation_step", Module):
+        if (
+            loaders is None
+            and trainer.overfit_batches
+            and overrides(module, "validation_step", Module)
+        ):
             loaders = run.train.loader
         if loaders is not None and not overrides(module, "validation_step", Module):
             rank_zero_warn(
@@ -298,13 +329,22 @@ def wire_evaluations(run: Run, request: Request) -> None:
             trainer.val_check_interval, trainer.check_val_every_n_epoch, run.train.length
         )
     else:
-        run.phase = phase  # type: ignore[assignment]
+        run.phase = phase
 
 
 def evaluation(run: Run, phase: Any, sources: list[Source]) -> Evaluation:
     """Return an evaluation in ``phase`` with the hooks that belong to it."""
     name = {"validate": "validation"}.get(phase, phase)
-    moments = ("start", "model_eval", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_train")
+    moments = (
+        "start",
+        "model_eval",
+        "epoch_start",
+        "batch_start",
+        "batch_end",
+        "epoch_end",
+        "end",
+        "model_train",
+    )
     hooks = {f"on_{m}": getattr(run.hooks, f"on_{name}_{m}") for m in moments}
     mode: Callable[[], AbstractContextManager[Any]] = (
         torch.inference_mode if run.trainer.inference_mode else torch.no_grad
@@ -319,7 +359,11 @@ def announce(run: Run) -> None:
     from importlib import metadata
     from os import environ
 
-    plugins = [getattr(p, "__name__", type(p).__name__) for p, origin in run.trainer.registry.plugins if origin != "leyden"]
+    plugins = [
+        getattr(p, "__name__", type(p).__name__)
+        for p, origin in run.trainer.registry.plugins
+        if origin != "leyden"
+    ]
     rank_zero_info(
         "leyden %s: %s on %s, precision %s, strategy %s, plugins %s, seed %s",
         metadata.version("leyden"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import zipfile
@@ -81,6 +82,23 @@ def local_path(path: str) -> Path:
             "Pass a local path."
         )
     return Path(rest if separator else path).expanduser()
+
+
+def make_folder(path: str) -> None:
+    """Make the folder at ``path`` if there is none, before training has cost anything.
+
+    Raises:
+        ConfigError: It cannot be made, or not be written in.
+    """
+    folder = local_path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write there")
+    except OSError as error:
+        raise ConfigError(
+            f"Checkpoints cannot be saved in {path!r}: {error.strerror}. Pass another dirpath."
+        ) from error
 
 
 @contextmanager

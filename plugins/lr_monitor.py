@@ -99,7 +99,7 @@ def _named(trainer: Trainer) -> list[tuple[Optimizer, str, set[str]]]:
         number = f"-{seen[name]}" if seen[name] else ""
         seen[name] += 1
         # Whoever sets rates by hand may do so at any time.
-        intervals = {c.interval for c in configs} or set(INTERVALS)
+        intervals = {str(c.interval) for c in configs} or set(INTERVALS)
         named.append((optimizer, name + number, intervals))
     return named
 

@@ -16,17 +16,20 @@ from leyden.errors import ConfigError
 from torch import Tensor
 
 from .checkpoint_names import COUNTS, checked_template, fill, names_in
-from .checkpointing import link, local_path
+from .checkpointing import link, local_path, make_folder
 from .monitored import checked_mode, missing
 from .timer import is_out_of_time
 
 if TYPE_CHECKING:
     from leyden.module import Module
+    from leyden.state import State
     from leyden.trainer import Trainer
 
     At = Literal["step", "epoch", "end"]
 
 log = logging.getLogger(__name__)
+
+INTERVALS = ("every_n_train_steps", "train_time_interval", "every_n_epochs")
 
 
 class ModelCheckpoint(Callback):
@@ -109,9 +112,7 @@ class ModelCheckpoint(Callback):
 
     def _check_choices(self) -> None:
         intervals = {
-            name: value
-            for name in ("every_n_train_steps", "train_time_interval", "every_n_epochs")
-            if (value := getattr(self, name)) is not None
+            name: value for name in INTERVALS if (value := getattr(self, name)) is not None
         }
         if len(intervals) > 1:
             raise ConfigError(
@@ -137,13 +138,9 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        return (
-            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
-            f"every_n_train_steps={self.every_n_train_steps}, "
-            f"every_n_epochs={self.every_n_epochs}, "
-            f"train_time_interval={self.train_time_interval}, "
-            f"save_weights_only={self.save_weights_only})"
-        )
+        told_apart_by = ("monitor", "mode", *INTERVALS, "save_weights_only")
+        settings = (f"{name}={getattr(self, name)!r}" for name in told_apart_by)
+        return f"ModelCheckpoint({', '.join(settings)})"
 
     @property
     def best_model_path(self) -> str:
@@ -183,6 +180,8 @@ class ModelCheckpoint(Callback):
         if self._own_dirpath is None:
             folder = trainer.run_dir or Path(trainer.default_root_dir)
             self.dirpath = str((folder / "checkpoints").absolute())
+        if trainer.is_global_zero:
+            make_folder(str(self.dirpath))
         if self.FILE_EXTENSION == ModelCheckpoint.FILE_EXTENSION:
             self.FILE_EXTENSION = trainer.checkpointer.extension
         state = trainer.state
@@ -211,75 +210,86 @@ class ModelCheckpoint(Callback):
         self.last_model_path = self.last_model_path if self.last_model_path in kept else ""
 
     def on_save_point(self, trainer: Trainer, module: Module, at: At) -> None:
-        if trainer.fast_dev_run or trainer.state.total_batches == self._saved_batches:
+        state = trainer.state
+        if state.total_batches == self._saved_batches or trainer.fast_dev_run:
+            return
+        if at == "step":
+            if self._is_due_after_step(trainer, state):
+                self._save(trainer, at)
             return
         # A run ended by a signal or by the clock is to be resumed from here. Clocks differ.
         must = at == "end" and trainer.broadcast(
             trainer.interrupted or is_out_of_time(trainer.callbacks)
         )
-        if must or self._is_due(trainer, at):
+        if must or self._is_due_after_epoch(trainer, state, at):
             self._save(trainer, at, must)
 
-    def _is_due(self, trainer: Trainer, at: At) -> bool:
-        state = trainer.state
+    def _is_due_after_step(self, trainer: Trainer, state: State) -> bool:
+        if self.every_n_train_steps is not None:
+            return state.step != self._saved_step and state.step % self.every_n_train_steps == 0
+        if self.train_time_interval is not None:
+            waited = timedelta(seconds=state.elapsed - self._saved_elapsed)
+            return bool(trainer.broadcast(waited >= self.train_time_interval))
+        # After the last step of an epoch, wait for what else belongs to its end.
+        return (
+            state.validated_batch == state.total_batches
+            and state.batch < trainer.num_training_batches
+            and (state.epoch + 1) % (self.every_n_epochs or 1) == 0
+            and self._saves_after_validation(trainer)
+        )
+
+    def _is_due_after_epoch(self, trainer: Trainer, state: State, at: At) -> bool:
         if at == "end" and self.save_last:
             return True
-        if self.every_n_train_steps is not None:
-            is_new = state.step != self._saved_step
-            return at == "step" and is_new and state.step % self.every_n_train_steps == 0
-        if self.train_time_interval is not None:
-            waited = state.elapsed - self._saved_elapsed
-            due = at == "step" and waited >= self.train_time_interval.total_seconds()
-            return bool(trainer.broadcast(due))
-        if (_epoch(trainer) + 1) % (self.every_n_epochs or 1):
+        if self.every_n_train_steps is not None or self.train_time_interval is not None:
             return False
-        if not self._saves_after_validation(trainer) or (at == "end" and state.batch > 0):
-            return at != "step"
-        # After the last step of an epoch, wait for what else belongs to its end.
-        ends_epoch = at == "step" and state.batch >= trainer.num_training_batches
-        return state.validated_batch == state.total_batches and not ends_epoch
+        if (_epoch(state) + 1) % (self.every_n_epochs or 1):
+            return False
+        is_cut = at == "end" and state.batch > 0
+        has_validated = state.validated_batch == state.total_batches
+        return is_cut or has_validated or not self._saves_after_validation(trainer)
 
     def _saves_after_validation(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return not self.save_on_train_epoch_end
         return self.every_n_epochs is None and sum(trainer.num_val_batches) > 0
 
-    def _save(self, trainer: Trainer, at: At, must: bool) -> None:
+    def _save(self, trainer: Trainer, at: At, must: bool = False) -> None:
         """Write the state if it is to be kept, point "last" at it, then delete what it replaces."""
         metrics = trainer.callback_metrics
+        names = {*names_in(self.filename), *names_in(self.CHECKPOINT_NAME_LAST)}
+        values = {name: self._number(name, trainer, at, metrics) for name in names}
         score = trainer.broadcast(self._score(trainer, at, metrics))
-        ranked = sorted(
-            [*self.best_k_models.items(), ("", score)],
-            key=lambda entry: float(entry[1]),
-            reverse=self._prefers_high,
-        )
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        fallen = [path for path, _ in ranked[len(kept) :] if path]
-        is_kept = any(not path for path, _ in kept)
-
-        values = {name: self._number(name, trainer, at, metrics) for name in self._names()}
-        last = ""
+        kept, fallen = self._ranked(score)
+        is_kept, last = "" in kept, ""
         if self.save_last or (must and not is_kept):
-            own = [self.last_model_path]
-            last = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, own)
-            fallen += own
-        newest = self._free_path(trainer, values, self.filename, fallen) if is_kept else last
+            last = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
+        newest = self._free_path(trainer, values, self.filename, *fallen) if is_kept else last
         self._saved_elapsed = trainer.state.elapsed
         if newest:
+            fallen.append(self.last_model_path)
             with self._undone_on_failure():
-                self.best_k_models = {path or newest: score for path, score in kept}
-                self.last_model_path = last
-                self.current_score = score
+                self.best_k_models = {path or newest: score for path, score in kept.items()}
+                self.last_model_path, self.current_score = last, score
                 trainer.save_checkpoint(newest, self.save_weights_only)
                 if last not in ("", newest):
                     self._point_last_at(trainer, newest)
             self._saved_batches, self._saved_step = trainer.state.total_batches, trainer.global_step
             self._remove(trainer, fallen)
         if self.verbose and trainer.is_global_zero and (newest or at != "end"):
-            self._report(trainer, score, newest)
+            measured = f", {self.monitor} = {float(score):.5g}" if self.monitor else ""
+            outcome = f"saved as {newest}" if newest else f"not among the best {self.save_top_k}"
+            log.info("Step %d%s: %s.", trainer.global_step, measured, outcome)
 
-    def _names(self) -> list[str]:
-        return names_in(self.filename) + names_in(self.CHECKPOINT_NAME_LAST)
+    def _ranked(self, score: Tensor) -> tuple[dict[str, Tensor], list[str]]:
+        """Return what to keep, best first, the new state under the name ``""``; and the others."""
+        ranked = sorted(
+            [*self.best_k_models.items(), ("", score)],
+            key=lambda entry: float(entry[1]),
+            reverse=self._prefers_high,
+        )
+        k = len(ranked) if self.save_top_k == -1 else self.save_top_k
+        return dict(ranked[:k]), [path for path, _ in ranked[k:] if path]
 
     @property
     def _prefers_high(self) -> bool:
@@ -302,7 +312,7 @@ class ModelCheckpoint(Callback):
             ConfigError: All that logs has had its turn, and nothing has logged it.
         """
         if name in COUNTS:
-            return _epoch(trainer) if name == "epoch" else trainer.global_step
+            return _epoch(trainer.state) if name == "epoch" else trainer.global_step
         if name in metrics:
             return metrics[name].item()
         validates = sum(trainer.num_val_batches) > 0
@@ -345,7 +355,7 @@ class ModelCheckpoint(Callback):
         return name if self.dirpath is None else str(Path(self.dirpath) / name)
 
     def _free_path(
-        self, trainer: Trainer, values: Mapping[str, float], template: str, own: list[str]
+        self, trainer: Trainer, values: Mapping[str, float], template: str, *own: str
     ) -> str:
         """Return a path that nothing has, or one of ``own``, which may be replaced."""
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
@@ -377,17 +387,7 @@ class ModelCheckpoint(Callback):
             if path not in in_use:
                 trainer.checkpointer.remove(path)
 
-    def _report(self, trainer: Trainer, score: Tensor, path: str) -> None:
-        measured = "" if self.monitor is None else f"{self.monitor} is {float(score):.5g}, "
-        best = self.best_model_score
-        log.info(
-            "Step %d: %s%s",
-            trainer.global_step,
-            measured if best is None else f"{measured}the best {float(best):.5g}, ",
-            f"saved as {path}" if path else f"not among the best {self.save_top_k}, not saved",
-        )
 
-
-def _epoch(trainer: Trainer) -> int:
+def _epoch(state: State) -> int:
     """Return the index of the epoch that the last batch was of."""
-    return max(0, trainer.current_epoch - (trainer.state.batch == 0))
+    return max(0, state.epoch - (state.batch == 0))

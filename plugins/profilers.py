@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WAITING, BETWEEN = "waiting for data", "the loop itself"
 AFTER = {
+    "setup": "setting up",
     "on_before_zero_grad": "zero_grad",
     "on_train_batch_start": "training_step",
     "on_before_backward": "backward",
@@ -47,7 +48,7 @@ class SimpleProfiler(Callback):
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds by phase and hook of the run, or of the last one."""
         self.calls: Counter[str] = Counter()
         """How often each phase and hook came."""
@@ -90,7 +91,8 @@ class SimpleProfiler(Callback):
 
     def __str__(self) -> str:
         total = sum(self.seconds.values()) or 1.0
-        shown = [item for item in self.seconds.most_common() if item[1] >= 0.001 * total]
+        largest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        shown = [item for item in largest if item[1] >= 0.001 * total]
         rest = total - sum(seconds for _, seconds in shown)
         lines = [f"{'Phase or hook':<28}{'Seconds':>10}{'Share':>9}{'Calls':>9}{'Each':>13}"]
         for label, seconds in (*shown, ("all others", rest), ("in all", total)):

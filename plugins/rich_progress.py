@@ -51,9 +51,9 @@ class RichProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._train = Meter()
-        self._shown = [self._train]
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        self._shown = [self._train]
         begin_epoch(self._train, trainer)
         self._draw_change(trainer)
 
@@ -68,7 +68,8 @@ class RichProgress(Callback):
         self._finish(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        self._train.update(trainer.data_wait)
+        if self._train in self._shown:
+            update_training(self._train, trainer)
         self._evaluation = evaluation_meter(trainer)
         self._shown.append(self._evaluation)
         self._draw_change(trainer)
@@ -120,10 +121,10 @@ class RichProgress(Callback):
             return
         if self._evaluation in self._shown:
             self._evaluation.update()
-        elif self._fits:
+        elif self._train in self._shown:
             update_training(self._train, trainer)
         metrics = metric_texts(trainer) if self._train in self._shown else []
-        self._region.draw(_Bars(self._shown, metrics, finished))
+        self._region.draw(_Bars(tuple(self._shown), metrics, finished))
         self._due = monotonic() + REDRAW_SECONDS
 
 
@@ -140,7 +141,7 @@ BAR_LEAST, BAR_MOST = 10, 40
 class _Bars:
     """A line for each meter, in columns, and the metrics below the first."""
 
-    meters: list[Meter]
+    meters: tuple[Meter, ...]
     metrics: list[str]
     finished: bool
 
@@ -148,6 +149,8 @@ class _Bars:
         from rich.padding import Padding
         from rich.text import Text
 
+        if not self.meters:
+            return
         rows = [meter.cells(finished=self.finished) for meter in self.meters]
         columns = zip(CELL_WIDTHS, zip(*rows, strict=True), strict=False)
         widths = [max(least, *map(len, cells)) if any(cells) else 0 for least, cells in columns]
@@ -163,7 +166,7 @@ class _Bars:
             line.rstrip()
             yield line
             if self.metrics and meter is self.meters[0]:
-                yield Padding(Text("  ").join(map(_metric, self.metrics)), (0, 0, 0, indent))
+                yield Padding.indent(Text("  ").join(map(_metric, self.metrics)), indent)
 
 
 def _fit(widths: list[int], room: int) -> int:

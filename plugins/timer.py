@@ -103,9 +103,9 @@ class Timer(Callback):
         self._ended.pop(stage, None)
 
     def _check(self, trainer: Trainer) -> None:
-        remaining = self.time_remaining()
-        if remaining is not None and remaining <= 0:
-            trained = timedelta(seconds=round(self.time_elapsed()))
+        elapsed = trainer.state.elapsed
+        if self.duration is not None and elapsed >= self.duration.total_seconds():
+            trained = timedelta(seconds=round(elapsed))
             trainer.should_stop = (
                 f"the time limit of {self.duration} is over: trained for {trained}"
             )

@@ -8,5 +8,6 @@ from leyden.hookspecs import hookimpl
 @hookimpl
 def register_templates() -> dict[str, str]:
     """Return the built-in templates."""
-    here = Path(__file__).parent
+    # A strict editable install links to the files one by one, and copier refuses to follow links.
+    here = Path(__file__).resolve().parent
     return {name: str(here / name) for name in ("minimal", "plugin")}

@@ -129,6 +129,15 @@ def test_plugins_shows_a_name_registered_twice(install, capsys):
     assert "single_device" in out
 
 
+def test_plugins_shows_a_registration_that_fails(install, capsys):
+    source = REGISTERS.format(kind="loggers", name="odd").replace("return", "1 / 0; return")
+    install("leyden-odd", source, "[leyden]\nodd = leyden_odd\n")
+    assert main(["plugins"]) == 0
+    out = capsys.readouterr().out
+    assert "broken: logger: division by zero" in out
+    assert "single_device" in out
+
+
 def test_a_package_adds_a_command_that_is_given_its_arguments(install, capsys):
     source = "def sweep(argv):\n    print('sweeping', argv)\n    return 7\n"
     install("leyden-sweep", source, "[leyden.commands]\nsweep = leyden_sweep:sweep\n")

@@ -70,19 +70,18 @@ def test_resumed_run_that_had_stopped_trains_nothing_and_says_why(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     _, first = trained(tmp_path, [1, 2, 3], EarlyStopping("val/loss", patience=2), saver)
     assert first.epochs == 3
-    trainer, again = trained(
-        tmp_path, [], EarlyStopping("val/loss", patience=2), ckpt_path=saver.last_model_path
-    )
+    again = EarlyStopping("val/loss", patience=2)
+    trainer, result = trained(tmp_path, [], again, saver, ckpt_path=saver.last_model_path)
     assert trainer.global_step == 3
-    assert "val/loss has not improved on 1 for 2 checks" in again.reason
+    assert "val/loss has not improved on 1 for 2 checks" in result.reason
 
 
 def test_resumed_run_goes_on_if_patience_is_raised(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     trained(tmp_path, [1, 2, 3], EarlyStopping("val/loss", patience=2), saver)
     patient = EarlyStopping("val/loss", patience=4)
-    _, again = trained(tmp_path, range(4, 14), patient, ckpt_path=saver.last_model_path)
-    assert again.epochs == 5
+    _, result = trained(tmp_path, range(4, 14), patient, saver, ckpt_path=saver.last_model_path)
+    assert result.epochs == 5
     assert patient.wait_count == 4
 
 
@@ -90,7 +89,7 @@ def test_resumed_run_that_had_reached_its_threshold_trains_nothing(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     trained(tmp_path, [3, 1], EarlyStopping("val/loss", stopping_threshold=2), saver)
     again = EarlyStopping("val/loss", stopping_threshold=2)
-    trainer, _ = trained(tmp_path, [], again, ckpt_path=saver.last_model_path)
+    trainer, _ = trained(tmp_path, [], again, saver, ckpt_path=saver.last_model_path)
     assert trainer.global_step == 2
 
 

@@ -11,7 +11,7 @@ import torch
 from leyden import Callback, CheckpointError, ConfigError, Module, Trainer
 from leyden.plugins import EarlyStopping, FileCheckpointer, ModelCheckpoint, Timer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class Scored(Module):
@@ -56,9 +56,8 @@ def trained(tmp_path, *callbacks, module=None, batches=2, val=True, ckpt_path=No
         enable_model_summary=False,
         **{"max_epochs": 1, **options},
     )
-    trainer.fit(
-        module or Scored(), loader(batches), loader(1) if val else None, ckpt_path=ckpt_path
-    )
+    train = loader(batches) if isinstance(batches, int) else batches
+    trainer.fit(module or Scored(), train, loader(1) if val else None, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -135,7 +134,7 @@ def test_train_time_interval_saves_once_it_has_passed(tmp_path):
     )
     trained(tmp_path / "x", always, never, batches=3)
     assert names(tmp_path / "a") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert not (tmp_path / "b").exists()
+    assert names(tmp_path / "b") == []
 
 
 def test_save_on_train_epoch_end_overrules_validation(tmp_path):
@@ -190,6 +189,42 @@ def test_interrupted_run_saves_where_it_stopped(tmp_path, options, expected):
         trained(tmp_path / "x", callback, Interrupt(3), batches=6, val_check_interval=2)
     assert names(tmp_path) == expected
     assert loaded(tmp_path / expected[-1])["state"]["step"] == 3
+
+
+class InterruptInValidation(Callback):
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx):
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_score_of_an_interrupted_validation_makes_no_best(tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", "val/loss")
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "x", callback, InterruptInValidation(), batches=6, val_check_interval=2)
+    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "step=2.ckpt")
+
+
+def test_last_of_an_interrupted_run_goes_once_the_resumed_one_has_saved(tmp_path):
+    def callback():
+        return ModelCheckpoint(tmp_path, "{step}", "val/loss")
+
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "x", callback(), Interrupt(3), batches=6, val_check_interval=2)
+    resume = str(tmp_path / "last.ckpt")
+    trained(tmp_path / "x", callback(), batches=6, val_check_interval=2, ckpt_path=resume)
+    assert names(tmp_path) == ["step=6.ckpt"]
+
+
+class Unsized(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(3.0))
+
+
+def test_data_without_a_length_is_saved_once_an_epoch(tmp_path):
+    callback = ModelCheckpoint(tmp_path, save_top_k=-1)
+    trained(tmp_path / "x", callback, batches=DataLoader(Unsized()), max_epochs=2)
+    assert names(tmp_path) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
 
 
 def test_run_out_of_time_saves_where_it_stopped(tmp_path):
@@ -486,7 +521,7 @@ def test_two_of_one_class_get_their_own_state_back_in_any_order(tmp_path):
     first = pair()
     trained(tmp_path / "x", *first, module=Scored([5]))
     swapped = pair(verbose=True)[::-1]
-    resume = first[0].best_model_path
+    resume = first[1].best_model_path
     trained(tmp_path / "x", *swapped, ckpt_path=resume)
     assert [c.best_model_path for c in swapped] == [c.best_model_path for c in first][::-1]
 
@@ -500,6 +535,14 @@ def test_new_training_with_a_used_callback_starts_afresh(tmp_path):
 
 
 # What is wrong
+
+
+def test_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    module = Scored()
+    with pytest.raises(ConfigError, match=r"cannot be saved in '.*/file/c'.*Pass another dirpath"):
+        trained(tmp_path / "x", ModelCheckpoint(tmp_path / "file" / "c"), module=module)
+    assert module.w == 0
 
 
 def test_misspelt_monitor_is_refused_with_the_metrics_there_are(tmp_path):
@@ -531,8 +574,8 @@ def test_verbose_says_what_is_saved_and_what_is_not(tmp_path, caplog):
     caplog.set_level(logging.INFO, "leyden")
     callback = ModelCheckpoint(tmp_path, "{epoch}", "val/loss", verbose=True)
     trained(tmp_path / "x", callback, module=Scored([1, 2]), max_epochs=2)
-    assert f"Step 2: val/loss is 1, the best 1, saved as {tmp_path}/epoch=0.ckpt" in caplog.text
-    assert "Step 4: val/loss is 2, the best 1, not among the best 1, not saved" in caplog.text
+    assert f"Step 2, val/loss = 1: saved as {tmp_path}/epoch=0.ckpt." in caplog.text
+    assert "Step 4, val/loss = 2: not among the best 1." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -107,7 +106,7 @@ def environment(built, tmp_path_factory):
     install(python, built[1])
     # A .pth file in a folder that a .pth file adds is not read: our editable leyden stays out.
     (own,) = folder.glob("lib/python*/site-packages")
-    (own / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (own / "others.pth").write_text(str(Path(pytest.__file__).parent.parent))
     imported = run(python, "-c", "import leyden; print(leyden.__file__)", cwd=folder)
     assert Path(imported.strip()).is_relative_to(own)
     return folder / "bin"

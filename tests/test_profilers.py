@@ -46,8 +46,10 @@ class SlowSaver(Callback):
 
 
 def trainer(**choices):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **choices})
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False, **quiet, **choices}
+    )
 
 
 def test_simple_profiler_tells_each_phase_its_own_time(tmp_path):
@@ -63,9 +65,9 @@ def test_simple_profiler_tells_each_phase_its_own_time(tmp_path):
         "on_save_point": 5 * WORK,
     }
     for phase, seconds in spent.items():
-        assert seconds <= profiler.seconds[phase] < seconds + 5 * WORK, phase
+        assert profiler.seconds[phase] >= seconds, phase
     assert profiler.calls["training_step"] == profiler.calls["on_train_batch_end"] == 4
-    assert sum(spent.values()) <= sum(profiler.seconds.values()) <= took
+    assert sum(profiler.seconds.values()) <= took
 
 
 def test_a_hook_told_within_a_hook_counts_once(tmp_path):
@@ -77,14 +79,11 @@ def test_a_hook_told_within_a_hook_counts_once(tmp_path):
             time.sleep(10 * WORK)
 
     profiler = SimpleProfiler()
-    run = trainer(max_steps=1, logger=False, enable_checkpointing=False, profiler=profiler)
-    run = trainer(
-        max_steps=1, logger=False, enable_checkpointing=False, profiler=profiler,
-        callbacks=[Saves()],
-    )  # fmt: skip
+    started = time.perf_counter()
+    run = trainer(max_steps=1, logger=False, profiler=profiler, callbacks=[Saves()])
     run.fit(Slow(), [torch.ones(1, 2)])
     assert profiler.seconds["on_save_checkpoint"] >= 10 * WORK
-    assert profiler.seconds["on_train_end"] < 10 * WORK
+    assert sum(profiler.seconds.values()) <= time.perf_counter() - started
 
 
 def test_simple_profiler_prints_its_table_and_leaves_it_in_the_run(capsys, tmp_path):

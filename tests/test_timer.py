@@ -75,7 +75,7 @@ def test_time_of_the_resumed_parts_is_counted(tmp_path):
     saver, first = ModelCheckpoint(tmp_path), Timer(AGES)
     trained(tmp_path, first, saver, max_epochs=1)
     used = timedelta(seconds=first.time_elapsed())
-    _, result = trained(tmp_path, Timer(used / 2), ckpt_path=saver.best_model_path)
+    _, result = trained(tmp_path, Timer(used / 2), saver, ckpt_path=saver.best_model_path)
     assert (result.steps, result.epochs) == (4, 1)
     assert "time limit" in result.reason
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ..errors import ConfigError, DataError
@@ -87,8 +88,8 @@ class Source:
 
 
 def training_loader(loaders: Any) -> Any:
-    """Return ``loaders`` as one iterable; a dict or list of them is read side by side."""
-    if isinstance(loaders, (dict, list, tuple)):
+    """Return ``loaders`` as one iterable; a dict or list of loaders is read side by side."""
+    if isinstance(loaders, dict) or _are_loaders(loaders):
         return CombinedLoader(loaders)
     if not isinstance(loaders, Iterable):
         raise DataError(f"{loaders!r} is no loader of training batches: it cannot be iterated.")
@@ -97,14 +98,25 @@ def training_loader(loaders: Any) -> Any:
 
 def evaluation_loaders(loaders: Any, stage: str) -> list[Any]:
     """Return the loaders of an evaluation as a list, to be read one after the other."""
-    several = isinstance(loaders, (list, tuple)) and (
-        not loaders or all(isinstance(one, Iterable) for one in loaders)
-    )
-    found = list(loaders) if several else list(loaders.values()) if isinstance(loaders, dict) else [loaders]
-    for loader in found:
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    elif not _are_loaders(loaders):
+        loaders = [loaders]
+    for loader in loaders:
         if not isinstance(loader, Iterable):
             raise DataError(f"{loader!r} is no loader of {stage} batches: it cannot be iterated.")
-    return found
+    return list(loaders)
+
+
+def _are_loaders(given: Any) -> bool:
+    """Say if ``given`` is a list of loaders, and not a list of batches."""
+    if not isinstance(given, (list, tuple)):
+        return False
+    batches = (Tensor, Mapping, list, tuple, str, bytes)
+    return all(
+        isinstance(one, Iterable) and not isinstance(one, batches) and not hasattr(one, "dtype")
+        for one in given
+    )
 
 
 def length_of(loader: Any) -> int | None:

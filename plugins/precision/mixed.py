@@ -7,10 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from leyden.errors import ConfigError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
-
-from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,8 +34,7 @@ class MixedPrecision:
         self.dtype, self.scaler = dtype, scaler
         self.name = NAMES[dtype]
         self._device_type = "cpu"
-        self._updated: bool = False
-        self._watched: list[Optimizer] = []
+        self._steps_taken = False
 
     def connect(self, device: torch.device) -> None:
         self._device_type = device.type
@@ -53,53 +51,63 @@ class MixedPrecision:
         return torch.autocast(self._device_type, self.dtype)(function)  # type: ignore[no-any-return]
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if self.scaler is None:
+            return loss
+        self._update_scale()
+        return self.scaler.scale(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.scale(loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         # unscale_ raises when called twice in a step: by the loop, and by a user who clips.
-        if self.scaler is not None and self._stage(optimizer) is OptState.READY:
+        if self.scaler is not None and self._of(optimizer)["stage"] is OptState.READY:
             self.scaler.unscale_(optimizer)
 
-    def _stage(self, optimizer: Optimizer) -> Any:
-        assert self.scaler is not None, "only asked where gradients are scaled"
-        return self.scaler._per_optimizer_states[id(optimizer)]["stage"]
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if self.scaler is None:
-            if closure is None:
-                optimizer.step()
-            else:
-                optimizer.step(closure)
-            return True
+        updated = True
+        if self.scaler is not None:
+            updated = self._scaled_step(optimizer, self.scaler, closure)
+        elif closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(self._with_fresh_weights(closure))
+        # A step inside of training_step changes weights whose short copies autocast has kept.
+        torch.clear_autocast_cache()
+        return updated
+
+    def _scaled_step(
+        self, optimizer: Optimizer, scaler: GradScaler, closure: Callable[[], Any] | None
+    ) -> bool:
         if closure is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} evaluates the loss inside its step, which the "
                 f"gradient scaler of precision={self.name!r} cannot follow. Use 'bf16-mixed'."
             )
-        return self._scaled_step(optimizer, self.scaler)
-
-    def _scaled_step(self, optimizer: Optimizer, scaler: GradScaler) -> bool:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # A fused optimizer skips on the device, so only the scale tells, at one read a step.
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            return scaler.get_scale() >= before
-        if not any(optimizer is watched for watched in self._watched):
-            optimizer.register_step_post_hook(self._note_update)
-            self._watched.append(optimizer)
-        self._updated = False
         scaler.step(optimizer)
-        scaler.update()
-        return self._updated
+        self._steps_taken = True
+        overflows = self._of(optimizer)["found_inf_per_device"].values()
+        return not any(overflow.item() for overflow in overflows)
 
-    def _note_update(self, *_: Any) -> None:
-        self._updated = True
+    def _with_fresh_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def fresh() -> Any:
+            torch.clear_autocast_cache()
+            return closure()
+
+        return fresh
+
+    def _update_scale(self) -> None:
+        """Adapt the scale after a step, though not before another optimizer's on the same loss."""
+        if self.scaler is not None and self._steps_taken:
+            self.scaler.update()
+            self._steps_taken = False
+
+    def _of(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.scaler is not None, "only asked where gradients are scaled"
+        return self.scaler._per_optimizer_states[id(optimizer)]
 
     def state_dict(self) -> dict[str, Any]:
+        self._update_scale()
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-
 from leyden.errors import ConfigError
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
