@@ -148,6 +148,7 @@ def train_epoch(run: Run) -> None:
 
     if run.window.used:
         update(run)  # the data ended, or was left, inside a step
+    run.window.open = False
     if is_last or run.epoch_is_skipped:
         end_epoch(run)
 
@@ -206,7 +207,8 @@ def is_stopping(run: Run) -> bool:
 def log_step(run: Run) -> None:
     """Send the values logged in this step to the loggers; this waits for the device."""
     run.losses.read()
-    warn_of_unheld(run)
+    if run.state.step == run.log_every_n_steps:
+        warn_of_unheld(run)
     send(run, run.metrics.train.fresh_values())
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _log = logging.getLogger("leyden")
 
 
-class _StderrHandler(logging.Handler):
+class _ToStderr(logging.Handler):
     """Shows messages on stderr while nobody else shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -33,7 +33,7 @@ class _StderrHandler(logging.Handler):
 
 
 if not _log.handlers:
-    _log.addHandler(_StderrHandler())
+    _log.addHandler(_ToStderr())
 if _log.level == logging.NOTSET:
     _log.setLevel(logging.INFO)
 

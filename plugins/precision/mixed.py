@@ -31,14 +31,16 @@ class MixedPrecision:
     def __init__(self, dtype: torch.dtype, scaler: GradScaler | None = None) -> None:
         if dtype not in NAMES:
             raise ConfigError(f"{dtype} cannot be mixed. Use torch.float16 or torch.bfloat16.")
-        self.dtype, self.scaler = dtype, scaler
+        self.dtype = dtype
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scales_by_default = dtype is torch.float16 and scaler is None
         self.name = NAMES[dtype]
         self._device_type = "cpu"
         self._steps_taken = False
 
     def connect(self, device: torch.device) -> None:
         self._device_type = device.type
-        if self.scaler is None and self.dtype is torch.float16:
+        if self.scaler is None and self._scales_by_default:
             self.scaler = GradScaler(device.type)
 
     def convert_module(self, module: nn.Module) -> None:
