@@ -122,7 +122,12 @@ def main(argv: list[str] | None = None) -> dict:
 
     seed_everything(args.seed)
     # The data has no end and so no epochs: limits and intervals are in steps.
-    trainer = Trainer(max_steps=args.max_steps, val_check_interval="500 steps", limit_val_batches=1)
+    trainer = Trainer(
+        max_steps=args.max_steps,
+        val_check_interval="500 steps",
+        validate_at="end",
+        limit_val_batches=1,
+    )
     result = trainer.fit(
         GAN(), DataLoader(Ring(256), batch_size=None), DataLoader(Ring(4000), batch_size=None)
     )

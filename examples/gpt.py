@@ -3,7 +3,7 @@
     python examples/gpt.py
     python examples/gpt.py --width 256 --layers 8 --max-epochs 20 --precision bf16-mixed
 
-The first takes about two minutes on two cores. Everything a project needs is on this page: data
+The first takes a minute or two on two cores. Everything a project needs is on this page: data
 loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what `fit` leaves behind.
 """
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Block(nn.Module):
-    """Lets every byte look at those before it, then transforms each on its own."""
+    """Lets every character look at those before it, then transforms each on its own."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,22 +41,29 @@ class Block(nn.Module):
 
 
 class GPT(Module):
-    """Predicts the next byte of a text."""
+    """Predicts the next character of a text."""
 
     def __init__(
-        self, width: int = 96, layers: int = 4, heads: int = 4, context: int = 64, lr: float = 4e-3
+        self,
+        vocabulary: str,
+        width: int = 96,
+        layers: int = 4,
+        heads: int = 4,
+        context: int = 64,
+        lr: float = 4e-3,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.example_input_array = torch.zeros(1, context, dtype=torch.long)
-        self.token = nn.Embedding(256, width)
+        self.token = nn.Embedding(len(vocabulary), width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256, bias=False))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(vocabulary), bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, 256)
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.blocks(x))
+        return self.head(self.norm(self.blocks(x)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -89,24 +96,30 @@ class GPT(Module):
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
+    def encode(self, text: str) -> Tensor:
+        """Return the characters of ``text`` as indices into the vocabulary."""
+        return torch.tensor([self.hparams.vocabulary.index(character) for character in text])
+
     @torch.no_grad()
-    def write(self, prompt: str, length: int, temperature: float = 0.7) -> str:
-        """Return ``prompt`` and ``length`` bytes more, each drawn from what the model expects."""
-        tokens = torch.tensor([list(prompt.encode())], device=self.device)
+    def write(self, prompt: str, length: int, temperature: float = 0.6) -> str:
+        """Return ``prompt`` and ``length`` more characters, drawn from what the model expects."""
+        tokens = self.encode(prompt).to(self.device).unsqueeze(0)  # (1, T)
         for _ in range(length):
             logits = self(tokens[:, -self.hparams.context :])[:, -1] / temperature
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        return "".join(self.hparams.vocabulary[token] for token in tokens[0])
 
 
-def windows(context: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return pieces of the manual, each with its next bytes, to train and to validate on."""
+def manual() -> str:
+    """Return the manual; topics share paragraphs, and each is kept once, tables not at all."""
     paragraphs = (p for topic in topics.values() for p in topic.split("\n\n"))
-    # Topics share paragraphs: each is kept once, and tables not at all.
-    text = "\n\n".join(dict.fromkeys(p for p in paragraphs if "-+" not in p))
-    cut = torch.tensor(list(text.encode())).unfold(0, context + 1, context)
-    split = len(cut) * 9 // 10
-    train, val = cut[:split], cut[split:]
+    return "\n\n".join(dict.fromkeys(p for p in paragraphs if "-+" not in p))
+
+
+def windows(tokens: Tensor, context: int) -> tuple[TensorDataset, TensorDataset]:
+    """Return nine tenths of the text, and the rest, in pieces with the token after each token."""
+    pieces = tokens.unfold(0, context + 1, context)
+    train, val = pieces[: len(pieces) * 9 // 10], pieces[len(pieces) * 9 // 10 :]
     return (
         TensorDataset(train[:, :-1], train[:, 1:]),
         TensorDataset(val[:, :-1], val[:, 1:]),
@@ -128,8 +141,9 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
 
     seed_everything(args.seed)
-    model = GPT(args.width, args.layers)
-    train, val = windows(model.hparams.context)
+    text = manual()
+    model = GPT("".join(sorted(set(text))), args.width, args.layers)
+    train, val = windows(model.encode(text), model.hparams.context)
     checkpoints = ModelCheckpoint(monitor="val/loss")  # keeps the best
     trainer = Trainer(
         max_epochs=args.max_epochs,
@@ -138,6 +152,7 @@ def main(argv: list[str] | None = None) -> dict:
         strategy=args.strategy,
         devices=args.devices,
         gradient_clip_val=1.0,
+        validate_at=["start", "end"],  # besides after each epoch
         callbacks=[checkpoints],
     )
     trainer.fit(
@@ -147,11 +162,11 @@ def main(argv: list[str] | None = None) -> dict:
     )
 
     best = GPT.load_from_checkpoint(checkpoints.best_model_path).eval()
-    text, loss = best.write("The ", length=500), float(checkpoints.best_model_score)
-    model.print(f"\nWith a loss of {loss:.2f} nats a byte, the model writes:\n\n{text}\n")
+    written, loss = best.write("The ", length=500), float(checkpoints.best_model_score)
+    model.print(f"\nWith a loss of {loss:.2f} nats a character, the model writes:\n\n{written}\n")
     model.print(f"The best checkpoint:  {checkpoints.best_model_path}")
     model.print(f"Its curves:           tensorboard --logdir {trainer.log_dir}")
-    return {"loss": loss, "text": text, "checkpoint": checkpoints.best_model_path}
+    return {"loss": loss, "text": written, "checkpoint": checkpoints.best_model_path}
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import encoding, hparams, rng
+from .callback import Callback
 from .errors import CheckpointError, PluginError
 from .manager import Registry
 
@@ -40,6 +41,7 @@ OWN = frozenset(
         "loggers",
         "rng",
         "epoch_rng",
+        "window",
         "datamodule",
     ]
 )
@@ -66,6 +68,8 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
         weights_only: Leave out all that only a resumed training needs.
     """
     state = run.state
+    if run.losses is not None:
+        run.losses.read()  # so that the count of those that are not finite is up to date
     checkpoint: dict[str, Any] = {
         "leyden": {"format": FORMAT, "version": metadata.version("leyden")},
         "epoch": state.epoch,
@@ -87,6 +91,7 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
             "loggers": [logger.state_dict() for logger in run.loggers],
             "rng": rng.capture(),
             "epoch_rng": run.epoch_rng,
+            "window": window_state(run),
         }
         if run.datamodule is not None:
             state_dict = run.datamodule.state_dict()
@@ -174,6 +179,7 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
     restore_state(run, checkpoint)
     states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     restore_optimizers(run, states, schedules, checkpoint.get("precision", {}))
+    restore_window(run, checkpoint.get("window"))
     run.epoch_rng = checkpoint.get("epoch_rng")
     saved_rng = checkpoint.get("rng")
     if saved_rng is not None:
@@ -193,10 +199,10 @@ def restore_state(run: Run, checkpoint: Mapping[str, Any]) -> None:
     for key, callback in stateful(run.callbacks).items():
         if key in saved:
             callback.load_state_dict(encoding.decode(saved.pop(key)))
-    if saved:
+    if left := sorted(key for key, state in saved.items() if state):
         warnings.warn(
             f"The checkpoint holds the state of callbacks this run does not have: "
-            f"{', '.join(sorted(saved))}. It is left out; pass the same callbacks to take it over.",
+            f"{', '.join(left)}. It is left out; pass the same callbacks to take it over.",
             stacklevel=2,
         )
 
@@ -229,6 +235,32 @@ def restore_optimizers(
     run.precision.load_state_dict(precision)
 
 
+def window_state(run: Run) -> dict[str, Any] | None:
+    """Return what there is of an optimizer step that is not complete, or None between steps."""
+    window = run.window
+    if not window.used:
+        return None
+    gradients = [parameter.grad for parameter in run.parameters()]
+    return {
+        "divisor": window.divisor,
+        "used": window.used,
+        "weight": window.weight,
+        "gradients": gradients,
+    }
+
+
+def restore_window(run: Run, saved: dict[str, Any] | None) -> None:
+    """Take over the part of an optimizer step that the checkpoint was saved in."""
+    if saved is None:
+        return
+    window, device = run.window, run.strategy.device
+    window.open, window.divisor, window.used = True, saved["divisor"], saved["used"]
+    weight = saved["weight"]
+    window.weight = weight.to(device) if isinstance(weight, Tensor) else weight
+    for parameter, gradient in zip(run.parameters(), saved["gradients"], strict=True):
+        parameter.grad = None if gradient is None else gradient.to(device)
+
+
 def position(run: Run) -> Position:
     """Return what the next fit of the same Module goes on from."""
     return Position(
@@ -247,7 +279,8 @@ def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for callback in callbacks:
-        if not callback.state_dict():
+        # It may be empty now and full later.
+        if type(callback).state_dict is Callback.state_dict:
             continue
         if callback.state_key in found:
             raise PluginError(

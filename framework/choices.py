@@ -117,8 +117,9 @@ def positive(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def device_count(value: Any) -> int | list[int]:
+def device_count(choice: Any) -> int | list[int]:
     """Return how many devices, or which, ``devices`` asks for."""
+    value = choice
     if isinstance(value, str):
         if value == "auto":
             return 1
@@ -132,7 +133,7 @@ def device_count(value: Any) -> int | list[int]:
     if isinstance(value, (list, tuple)) and value and all(type(i) is int and i >= 0 for i in value):
         return list(value)
     raise ConfigError(
-        f"devices={value!r} asks for no device. Pass how many (2), which ones ([0, 1]), or 'auto'."
+        f"devices={choice!r} asks for no device. Pass how many (2), which ones ([0, 1]), or 'auto'."
     )
 
 

@@ -62,9 +62,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .data.source import tell_epoch
-from .errors import DataError
-from .inference import forget_inference
+from .inference import forget_inference, without_inference
 from .metrics import Logged, Readings, to_floats
+from .rank_zero import rank_zero_info
 from .step import open_window, step_schedule, update, warn_of_unheld
 
 if TYPE_CHECKING:
@@ -83,17 +83,21 @@ def fit(run: Run) -> None:
     if "start" in run.validate_at and state.step == 0:
         validate(run)
 
+    begun_at = state.total_batches
     while not is_stopping(run):
         train_epoch(run)
+    if state.total_batches == begun_at:
+        rank_zero_info("Nothing was trained: %s.", state.stop)
 
-    if "end" in run.validate_at and state.validated_batch != state.total_batches:
+    is_due = "end" in run.validate_at and state.validated_batch != state.total_batches
+    if is_due and run.interrupted_by is None:
         validate(run)
+    module.__dict__["_logged"] = None
     run.losses.read()
     for hook in hooks.on_save_point:
         hook(trainer, module, "end")
     for hook in hooks.on_train_end:
         hook(trainer, module)
-    module.__dict__["_logged"] = None
     for hook in hooks.on_fit_end:
         hook(trainer, module)
 
@@ -102,8 +106,7 @@ def train_epoch(run: Run) -> None:
     """Train on one pass over the data, or on the rest of it."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     logged, n = run.metrics.train, run.accumulate
-    if run.reload_train is not None:
-        run.train = run.reload_train()
+    run.reload()
     tell_epoch(run.train.loader, state.epoch)
     for hook in hooks.on_train_epoch_start:
         hook(trainer, module)
@@ -137,20 +140,35 @@ def train_epoch(run: Run) -> None:
         if closes:
             for hook in hooks.on_save_point:
                 hook(trainer, module, "step")
-            if (state.stop is not None or state.step >= run.max_steps) and is_stopping(run):
+            asked = state.stop is not None or state.step >= run.max_steps
+            # The last batch's epoch is counted first: limits are limits of complete epochs.
+            if asked and not is_last and is_stopping(run):
                 break
         if run.epoch_is_skipped:
             break
     else:
-        is_last = True
-    logged.in_batch = False
+        if not is_last:
+            is_last = True
+            end_early(run)
     batches.close()
 
     if run.window.used:
-        update(run)  # the data ended, or was left, inside a step
+        update(run)  # the epoch was left inside a step
     run.window.open = False
+    logged.in_batch = False
     if is_last or run.epoch_is_skipped:
         end_epoch(run)
+
+
+def end_early(run: Run) -> None:
+    """Do what a last batch does, where the loader gave fewer batches than its ``len()``."""
+    state, stepped = run.state, run.window.used > 0
+    if stepped:
+        update(run)
+        if state.step % run.log_every_n_steps == 0:
+            log_step(run)
+    if state.validated_batch != state.total_batches and run.validation_due(state, True, stepped):
+        validate(run)
 
 
 def epoch_batches(run: Run) -> Generator[tuple[Any, bool]]:
@@ -169,11 +187,6 @@ def epoch_batches(run: Run) -> Generator[tuple[Any, bool]]:
 def end_epoch(run: Run) -> None:
     """End a complete pass: its metrics, per-epoch schedules, and the count."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
-    if state.batch == 0 and not run.epoch_is_skipped:
-        raise DataError(
-            "The training data gave no batch. Check the data set, its sampler, and that the "
-            "loader can be iterated more than once."
-        )
     warn_of_unheld(run)
     for hook in hooks.on_train_epoch_end:
         hook(trainer, module)
@@ -209,7 +222,7 @@ def log_step(run: Run) -> None:
     run.losses.read()
     if run.state.step == run.log_every_n_steps:
         warn_of_unheld(run)
-    send(run, run.metrics.train.fresh_values())
+    send(run, run.metrics.train.unsent_values())
 
 
 def send(run: Run, values: dict[str, Any]) -> None:
@@ -243,8 +256,10 @@ def validate(run: Run) -> None:
     run.phase = "validate"
     with rng.isolated():
         state.validations += 1
-        state.validated_batch, state.validated_at = state.total_batches, state.elapsed
+        state.validated_batch = state.total_batches
         evaluate(run, run.evaluations["validate"])
+    # From its end on: one that takes longer than the interval would follow itself at once.
+    state.elapsed = state.validated_at = perf_counter() - run.began
     run.phase = "train"
     run.module.__dict__["_logged"] = run.metrics.train
 
@@ -253,7 +268,6 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None
     """Run every batch of every loader through the evaluation's step, without gradients."""
     trainer, module = run.trainer, run.module
     with evaluation_mode(run, evaluation) as logged:
-        several = len(evaluation.sources) > 1
         for dataloader_idx, source in enumerate(evaluation.sources):
             logged.begin_loader(dataloader_idx, len(evaluation.sources))
             tell_epoch(source.loader, run.state.epoch)
@@ -262,16 +276,14 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None
                 if run.interrupted_by is not None:
                     return  # a part of an evaluation is no result
                 logged.batch, logged.size = batch, None
-                for hook in evaluation.on_batch_start:
-                    hook(trainer, module, batch, batch_idx, dataloader_idx)
-                place = (batch_idx, dataloader_idx) if several else (batch_idx,)
-                outputs = evaluation.step(batch, *place)
-                for hook in evaluation.on_batch_end:
-                    hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+                # Batches are fetched outside of it: a loader may keep and train on them later.
+                with evaluation.no_grad():
+                    evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
             logged.in_batch = False
             logged.end_loader()
-        for hook in evaluation.on_epoch_end:
-            hook(trainer, module)
+        with evaluation.no_grad():
+            for hook in evaluation.on_epoch_end:
+                hook(trainer, module)
         send(run, run.metrics.finish(logged))
         module.__dict__["_logged"] = None
         run.metrics.evaluation = None
@@ -279,11 +291,24 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None
             hook(trainer, module)
 
 
+def evaluate_batch(
+    run: Run, evaluation: Evaluation, batch: Any, batch_idx: int, dataloader_idx: int
+) -> Any:
+    """Return what the evaluation's step returns for one batch."""
+    trainer, module = run.trainer, run.module
+    for hook in evaluation.on_batch_start:
+        hook(trainer, module, batch, batch_idx, dataloader_idx)
+    place = (batch_idx, dataloader_idx) if evaluation.takes_index else (batch_idx,)
+    outputs = evaluation.step(batch, *place)
+    for hook in evaluation.on_batch_end:
+        hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+    return outputs
+
+
 def predict(run: Run) -> Iterator[tuple[int, Any]]:
     """Yield the index of the loader and the prediction of each batch, in order."""
     trainer, module = run.trainer, run.module
     evaluation = run.evaluations["predict"]
-    several = len(evaluation.sources) > 1
     with evaluation_mode(run, evaluation):
         module.__dict__["_logged"] = None
         for dataloader_idx, source in enumerate(evaluation.sources):
@@ -293,16 +318,12 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
                     return
                 # The mode ends before the value leaves: the caller's code runs as it is written.
                 with evaluation.no_grad():
-                    for hook in evaluation.on_batch_start:
-                        hook(trainer, module, batch, batch_idx, dataloader_idx)
-                    place = (batch_idx, dataloader_idx) if several else (batch_idx,)
-                    outputs = evaluation.step(batch, *place)
-                    for hook in evaluation.on_batch_end:
-                        hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
-                yield dataloader_idx, outputs
+                    outputs = evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
+                yield dataloader_idx, without_inference(outputs)
                 del outputs
-        for hook in evaluation.on_epoch_end:
-            hook(trainer, module)
+        with evaluation.no_grad():
+            for hook in evaluation.on_epoch_end:
+                hook(trainer, module)
         for hook in evaluation.on_end:
             hook(trainer, module)
 
@@ -320,15 +341,10 @@ def evaluation_mode(run: Run, evaluation: Evaluation) -> Iterator[Logged]:
     try:
         for hook in evaluation.on_model_eval:
             hook(trainer, module)
-        if evaluation.phase == "predict":
+        with evaluation.no_grad():
             for hook in evaluation.on_epoch_start:
                 hook(trainer, module)
-            yield logged
-        else:
-            with evaluation.no_grad():
-                for hook in evaluation.on_epoch_start:
-                    hook(trainer, module)
-                yield logged
+        yield logged
     finally:
         for part, mode in modes:
             part.training = mode

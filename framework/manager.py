@@ -131,9 +131,8 @@ class Registry:
         """
         part = self.make(kind, choice) if isinstance(choice, str) else choice
         if isinstance(part, type):
-            raise ConfigError(
-                f"{kind}={part.__name__} is a class. Pass an object: {part.__name__}(…)."
-            )
+            name = part.__name__
+            raise ConfigError(f"{name} is a class, and a {kind} is an object. Pass {name}(…).")
         if protocol is not None and not isinstance(part, protocol):
             asked = {*vars(protocol), *protocol.__annotations__}
             lacking = sorted(n for n in asked if not n.startswith("_") and not hasattr(part, n))

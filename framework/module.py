@@ -106,10 +106,12 @@ class Module(DataHooks, TrainingHooks, nn.Module):
             value: A number, a tensor with one element, or a metric object. It is not waited for.
             prog_bar: Show it in the progress bar.
             logger: Send it to the loggers; by default yes.
-            on_step: Record the value of the step; the default in ``training_step``.
+            on_step: Record the value of the step; the default in ``training_step``. In an
+                evaluation it is for the bar and callbacks: loggers count training steps.
             on_epoch: Record its reduction over the epoch; the default everywhere else. With both,
                 the names end in ``_step`` and ``_epoch``.
-            reduce_fx: ``"mean"`` (weighted by samples), ``"sum"``, ``"min"`` or ``"max"``.
+            reduce_fx: ``"mean"`` (weighted by samples), ``"sum"``, ``"min"`` or ``"max"``. A metric
+                object reduces by itself.
             enable_graph: For compatibility; the graph of a logged value is never kept.
             sync_dist: Reduce the step's value over ranks; epoch reductions always are.
             sync_dist_group: For compatibility; ranks are those of the strategy.
@@ -132,15 +134,20 @@ class Module(DataHooks, TrainingHooks, nn.Module):
         logged.log(name, value, batch_size, options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Record every value of ``dictionary`` under its name, with the options of `log`."""
-        if hasattr(dictionary, "compute") and hasattr(dictionary, "reset"):
-            self.log(type(dictionary).__name__, dictionary, **options)
-            return
-        for name, value in dictionary.items():
+        """Record every value of ``dictionary`` under its name, with the options of `log`.
+
+        A ``MetricCollection`` of torchmetrics is such a dictionary.
+        """
+        if hasattr(dictionary, "compute"):
+            # Without copies, a collection's metrics go on sharing the states they have in common.
+            items = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
+        else:
+            items = dictionary.items()
+        for name, value in items:
             self.log(name, value, **options)
 
     def _refuse_log(self, name: str) -> None:
-        if self._trainer is None:
+        if self._trainer is None or not self._trainer.is_running:
             warnings.warn(
                 f"self.log({name!r}, …) outside of a Trainer's run records nothing.", stacklevel=3
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -91,15 +92,17 @@ def callbacks(
     for one in found:
         check_callback(one, "Trainer(callbacks=[…])")
     refuse_twice([*registry.plugins, *((one, "Trainer(callbacks=[…])") for one in found)])
-    added = []
+    added: list[tuple[str, dict[str, Any]]] = []
     if progress and not any(hasattr(one, "is_progress_bar") for one in found):
-        added.append("rich_progress" if sys.stdout.isatty() else "plain_progress")
+        can_draw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        added.append(("rich_progress" if can_draw else "plain_progress", {}))
     if summary and not any(type(one).__name__ == "ModelSummary" for one in found):
-        added.append("model_summary")
+        added.append(("model_summary", {}))
     if model_checkpoint and not any(hasattr(one, "best_model_path") for one in found):
-        added.append("model_checkpoint")
-    for name in added:
-        default = registry.make("callback", name)
+        # Nobody who asked for no saver waits for one: short epochs are not all saved.
+        added.append(("model_checkpoint", {"max_share": 0.05}))
+    for name, options in added:
+        default = registry.make("callback", name, **options)
         default.is_default = True
         found.append(default)
     if max_time is not None:

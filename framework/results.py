@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .metrics import to_floats
+
+if TYPE_CHECKING:
+    from .run import Run
+    from .run_view import RunView
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,36 @@ class FitResult:
     """The latest value of everything logged."""
     best_model_path: str | None
     """The best checkpoint by the monitored metric, or None."""
+
+
+def of_fit(trainer: RunView, run: Run) -> FitResult:
+    """Return how the fit of ``run`` ended."""
+    state = trainer.state
+    return FitResult(
+        reason=state.stop or "",
+        steps=state.step,
+        epochs=state.epoch,
+        metrics=to_floats(run.metrics.read().callback),
+        best_model_path=getattr(trainer.checkpoint_callback, "best_model_path", None) or None,
+    )
+
+
+def streamed(predictions: Generator[tuple[int, Any]]) -> Iterator[Any]:
+    """Yield each prediction as it is made; to close this ends the run that makes them."""
+    with closing(predictions):
+        for _, output in predictions:
+            yield output
+            del output
+
+
+def by_batch(predictions: Iterable[tuple[int, Any]], keep: bool) -> dict[int, list[Any]]:
+    """Return the predictions of each loader, if they are to be kept, once all are made."""
+    kept: dict[int, list[Any]] = defaultdict(list)
+    for dataloader_idx, output in predictions:
+        if keep:
+            kept[dataloader_idx].append(output)
+        del output
+    return kept
 
 
 def by_loader(values: dict[str, float], count: int) -> list[dict[str, float]]:

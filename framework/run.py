@@ -83,6 +83,8 @@ class Evaluation:
     step: Callable[..., Any]
     sources: list[Source]
     no_grad: Callable[[], AbstractContextManager[Any]]
+    takes_index: bool
+    """Whether the step is passed the index of its loader."""
     on_start: tuple[Callable[..., None], ...]
     on_model_eval: tuple[Callable[..., None], ...]
     on_epoch_start: tuple[Callable[..., None], ...]
@@ -123,7 +125,7 @@ class Run:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     step_schedulers: list[SchedulerConfig] = field(default_factory=list)
     train: Source = field(default_factory=lambda: Source((), 0, None))
-    reload_train: Callable[[], Source] | None = None
+    reload: Callable[[], None] = lambda: None
     training_step: Callable[..., Any] = lambda *_: None
     train_batch: Callable[..., Any] = lambda *_: None
     losses: LossWatch = None  # type: ignore[assignment]

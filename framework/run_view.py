@@ -12,12 +12,13 @@ from torch.nn.utils import clip_grad_value_
 from . import choices
 from .data.transfer import mapped
 from .errors import ConfigError, LeydenError
+from .optimizers import LoopOptimizer
 from .state import State
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .optimizers import LoopOptimizer, SchedulerConfig
+    from .optimizers import SchedulerConfig
     from .protocols import Checkpointer, Logger, Precision, Strategy
     from .run import Evaluation, Run
 
@@ -304,7 +305,7 @@ class RunView:
             ConfigError: No limit tells.
         """
         run = self._current()
-        length = run.train.length
+        length = run.train.limit if run.train.length is None else run.train.length
         by_epochs = float("inf")
         if length is not None:
             by_epochs = -(-length // run.accumulate) * run.max_epochs
@@ -323,13 +324,13 @@ class RunView:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run's folder; None where nothing has asked for one."""
+        """The run's folder, made now if it was not before; None before any run."""
         return self._run.folder.path if self._run else None
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder as text; None where there is none."""
-        return str(self.run_dir) if self.run_dir is not None else None
+        """The run's folder as text; None where none was made. Reading makes none."""
+        return str(self._run.folder.path) if self._run and self._run.folder.is_made else None
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of ``loss`` as the run's precision does; for manual optimization."""
@@ -340,15 +341,18 @@ class RunView:
     ) -> None:
         """Clip the gradients ``optimizer`` holds by joint norm, or by value, once unscaled."""
         run = self._current()
-        if gradient_clip_val is None:
+        limit = choices.positive("gradient_clip_val", gradient_clip_val)
+        if limit is None:
             return
         choices.one_of("gradient_clip_algorithm", algorithm or "norm", ("norm", "value"))
-        run.precision.unscale(getattr(optimizer, "optimizer", optimizer))
+        # Its class says it is the inner one, and an inner one may wrap another itself.
+        is_wrapped = type(optimizer) is LoopOptimizer
+        run.precision.unscale(optimizer.optimizer if is_wrapped else optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if algorithm == "value":
-            clip_grad_value_(parameters, gradient_clip_val)
+            clip_grad_value_(parameters, limit)
         else:
-            run.strategy.clip_grad_norm(parameters, gradient_clip_val)
+            run.strategy.clip_grad_norm(parameters, limit)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Return the ranks' tensors stacked: each of shape ``(world_size, *tensor.shape)``."""

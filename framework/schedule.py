@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     Due = Callable[[State, bool, bool], bool]
 
-SECONDS = {"sec": 1, "min": 60, "hour": 3600, "day": 86400}
+UNITS = {
+    **dict.fromkeys(("step", "steps"), (1, "steps")),
+    **dict.fromkeys(("epoch", "epochs"), (1, "epochs")),
+    **dict.fromkeys(("batch", "batches"), (1, "batches")),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), (1, "seconds")),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), (60, "seconds")),
+    **dict.fromkeys(("h", "hour", "hours"), (3600, "seconds")),
+    **dict.fromkeys(("d", "day", "days"), (86400, "seconds")),
+}
+"""What a unit is, in how many of what is counted."""
 ALLOWED = (
     "a whole number of batches (100), a share of the epoch (0.25), or a string with a unit: "
     "'500 steps', '2 epochs', '100 batches', '30 min'"
@@ -43,15 +52,32 @@ def parse_interval(value: Any) -> tuple[float, str]:
 
 
 def _parse_text(text: str) -> tuple[float, str]:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+?)(?:s|es|utes|onds)?\s*", text.lower())
-    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
-    unit = {"h": "hour", "m": "min", "s": "sec", "d": "day"}.get(unit, unit)
-    if number > 0 and unit in SECONDS:
-        return number * SECONDS[unit], "seconds"
-    units = {"step": "steps", "epoch": "epochs", "batch": "batches"}
-    if number >= 1 and number.is_integer() and unit in units:
-        return number, units[unit]
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
+    if found and found[2] in UNITS:
+        factor, unit = UNITS[found[2]]
+        number = float(found[1])
+        if number > 0 if unit == "seconds" else number >= 1 and number.is_integer():
+            return number * factor, unit
     raise ConfigError(f"val_check_interval={text!r} is no interval. Pass {ALLOWED}.")
+
+
+def check_interval(interval: Any, every_n_epoch: int | None) -> None:
+    """Refuse a ``val_check_interval`` that is none, or that ``check_val_every_n_epoch`` excludes.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    _, unit = parse_interval(interval)
+    if unit == "share" and every_n_epoch is None:
+        raise ConfigError(
+            f"val_check_interval={interval} is a share of an epoch, and "
+            f"check_val_every_n_epoch=None counts across epochs. Pass {ALLOWED}."
+        )
+    if unit not in ("share", "batches") and every_n_epoch not in (1, None):
+        raise ConfigError(
+            f"val_check_interval={interval!r} counts {unit}, whatever the epoch, and "
+            f"check_val_every_n_epoch={every_n_epoch} leaves epochs out. Leave one of them away."
+        )
 
 
 def make_schedule(interval: Any, every_n_epoch: int | None, length: int | None) -> Due:
@@ -61,8 +87,8 @@ def make_schedule(interval: Any, every_n_epoch: int | None, length: int | None) 
 
     Args:
         interval: The Trainer's ``val_check_interval``.
-        every_n_epoch: Epochs between those that are validated in; None counts batches, or steps,
-            across epochs.
+        every_n_epoch: Epochs between those that are validated in; None counts batches across
+            epochs.
         length: Batches in an epoch, where it is known.
 
     Raises:
@@ -77,25 +103,17 @@ def make_schedule(interval: Any, every_n_epoch: int | None, length: int | None) 
         return lambda state, is_last, stepped: stepped and state.step % number == 0
     if unit == "epochs":
         return lambda state, is_last, stepped: is_last and (state.epoch + 1) % number == 0
-    if unit == "share":
-        return _by_share(number, every_n_epoch, length)
-    return _by_batches(int(number), every_n_epoch, length)
-
-
-def _by_share(share: float, every_n_epoch: int | None, length: int | None) -> Due:
-    if every_n_epoch is None:
-        raise ConfigError(
-            f"val_check_interval={share} is a share of an epoch, and check_val_every_n_epoch=None "
-            f"counts across epochs. Pass {ALLOWED}."
-        )
-    if share == 1.0:
+    if unit == "batches":
+        return _by_batches(int(number), every_n_epoch, length)
+    assert every_n_epoch is not None, "a share of an epoch is refused without (check_interval)"
+    if number == 1.0:
         return lambda state, is_last, stepped: is_last and (state.epoch + 1) % every_n_epoch == 0
     if length is None:
         raise ConfigError(
-            f"val_check_interval={share} is a share of an epoch, and this loader has no length. "
+            f"val_check_interval={number} is a share of an epoch, and this loader has no length. "
             f"Pass {ALLOWED}."
         )
-    return _by_batches(max(1, int(length * share)), every_n_epoch, length)
+    return _by_batches(max(1, int(length * number)), every_n_epoch, length)
 
 
 def _by_batches(batches: int, every_n_epoch: int | None, length: int | None) -> Due:

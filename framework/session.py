@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from . import checkpoints
 from .manager import tell_everyone
 from .signals import Signals, exit_code, is_interactive
 from .torch_flags import torch_flags
@@ -29,17 +30,22 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
             SIGTERM, so that what the shell would do next is not done.
     """
     run = trainer._run = assemble(trainer, request)
-    trainer.is_running = True
+    trainer.is_running, trainer.folder = True, run.folder
     status: Status = "failed"
     try:
         with Signals(run), torch_flags(trainer):
             wire(run, request)
             yield run
         status = "success" if run.interrupted_by is None else "interrupted"
+    except GeneratorExit:  # the iterator of a streamed prediction was closed
+        status = "success"
+        raise
     except BaseException as error:
         tell_everyone(run.hooks.on_exception, trainer, run.module, error, after=error)
         raise
     finally:
+        if run.optimizers:
+            trainer.position = checkpoints.position(run)
         take_down(run, status)
         trainer.is_running = False
     if run.interrupted_by is not None and not is_interactive():

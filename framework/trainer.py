@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +16,11 @@ from .hookspecs import Stage
 from .manager import Registry
 from .metrics import to_floats
 from .protocols import Checkpointer, Precision, Strategy
-from .rank_zero import rank_zero_info
 from .results import FitResult
 from .run import Run
-from .run_folder import script_name
+from .run_folder import RunFolder, script_name
 from .run_view import RunView
-from .schedule import parse_interval
+from .schedule import check_interval
 from .session import session
 from .state import State
 from .wiring import Request
@@ -71,7 +70,8 @@ class Trainer(RunView):
         detect_anomaly: Whether autograd looks for the operation that made a NaN.
         nonfinite_loss: What a NaN or infinite loss does: ``"continue"`` counts it,
             ``"skip"`` leaves its batch out, ``"stop"`` raises.
-        reload_dataloaders_every_n_epochs: Epochs after which ``train_dataloader`` is called again.
+        reload_dataloaders_every_n_epochs: Epochs after which the methods that make the loaders of
+            training and validation are called again.
         use_distributed_sampler: Whether samplers are split over ranks.
         sync_batchnorm: Whether batch norms see the batches of all ranks.
         default_root_dir: Where runs are kept.
@@ -157,9 +157,11 @@ class Trainer(RunView):
         self.limit_test_batches = batches("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = batches("limit_predict_batches", limit_predict_batches)
         self.overfit_batches = batches("overfit_batches", overfit_batches)
+        if self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
-        parse_interval(self.val_check_interval)
         self.check_val_every_n_epoch = whole("check_val_every_n_epoch", check_val_every_n_epoch, 1)
+        check_interval(self.val_check_interval, self.check_val_every_n_epoch)
         moments = [validate_at] if isinstance(validate_at, str) else validate_at
         self.validate_at = frozenset(one_of("validate_at", m, ("start", "end")) for m in moments)
         sanity = whole("num_sanity_val_steps", num_sanity_val_steps, -1, none=2)
@@ -202,6 +204,7 @@ class Trainer(RunView):
         )
         self._state = State()
         self.position: checkpoints.Position | None = None
+        self.folder: RunFolder | None = None
         self._fitted: Any = None
 
     def _try_everything_briefly(self) -> None:
@@ -238,20 +241,15 @@ class Trainer(RunView):
             LeydenError: A choice, the Module or the data cannot be used; the message says why.
         """
         train_dataloaders, datamodule = parts.as_datamodule(train_dataloaders, datamodule)
-        if model is not self._fitted:
+        module = parts.unwrapped(model)[0]
+        if module is not self._fitted:
             # Limits are absolute for the training of one Module; another one begins its own.
-            self._state, self.position, self._fitted = State(), None, model
+            self.folder = self.folder if self._fitted is None else None
+            self._state, self.position, self._fitted = State(), None, module
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with self._running("fit", model, loaders, datamodule, ckpt_path) as run:
-            steps, epochs = self.global_step, self.current_epoch
             loop.fit(run)
-            self.position = checkpoints.position(run)
-            if (steps, epochs) == (self.global_step, self.current_epoch):
-                rank_zero_info("Nothing was trained: %s.", self._state.stop)
-        best = getattr(self.checkpoint_callback, "best_model_path", None) or None
-        reason = self._state.stop or ""
-        metrics = to_floats(run.metrics.read().callback)
-        return FitResult(reason, self.global_step, self.current_epoch, metrics, best)
+        return results.of_fit(self, run)
 
     def validate(
         self,
@@ -329,20 +327,16 @@ class Trainer(RunView):
         dataloaders, datamodule = parts.as_datamodule(dataloaders, datamodule)
         predictions = self._predictions(model, dataloaders, datamodule, ckpt_path)
         if stream:
-            return (output for _, output in predictions)
-        kept: dict[int, builtins.list[Any]] = {}
-        for dataloader_idx, output in predictions:
-            if return_predictions:
-                kept.setdefault(dataloader_idx, []).append(output)
-            del output
+            return results.streamed(predictions)
+        kept = results.by_batch(predictions, return_predictions)
         if not return_predictions:
             return None
-        several = len(self._current().evaluations["predict"].sources) > 1
-        return list(kept.values()) if several else kept.get(0, [])
+        count = len(self._current().evaluations["predict"].sources)
+        return [kept[index] for index in range(count)] if count > 1 else kept[0]
 
     def _predictions(
         self, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Generator[tuple[int, Any]]:
         with (
             self._running("predict", model, {"predict": loaders}, datamodule, ckpt_path) as run,
             closing(loop.predict(run)) as outputs,  # type: ignore[type-var]

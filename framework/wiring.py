@@ -11,32 +11,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import checkpoints, hparams
-from .data.feed import (
-    evaluation_sources,
-    loaders_for,
-    overrides,
-    pipeline,
-    require_step,
-    train_source,
-)
+from . import checkpoints, hparams, rng
+from .callback import Callback
+from .data.feed import overrides, require_step
 from .data.source import Source
-from .errors import ConfigError, ModuleError
-from .hook_names import check_module
+from .errors import ModuleError
+from .hook_names import check_module, owner_of
 from .hookspecs import Stage
 from .implementations import implementations, in_order, of_module, refuse_twice
 from .manager import Hooks
 from .metrics import Metrics
 from .module import Module
 from .overrides import DataHooks, TrainingHooks
-from .protocols import Checkpointer, Precision, Strategy
+from .protocols import Checkpointer, Logger, Precision, Strategy
 from .rank_zero import rank_zero_info, rank_zero_warn
+from .reading import read_evaluation, read_train, reload
 from .run import Evaluation, LossWatch, Run
 from .run_folder import RunFolder
 from .schedule import make_schedule
@@ -44,8 +40,6 @@ from .training import wire_optimizers
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
 @dataclass(slots=True)
@@ -77,9 +71,11 @@ def assemble(trainer: Trainer, request: Request) -> Run:
     if request.ckpt_path is not None:
         request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
     callbacks = trainer.callbacks_for(module)
-    checkpoints.stateful(callbacks)
     parts = [strategy, precision, checkpointer, *trainer.logger_choices]
     hooks = hooks_of(trainer, callbacks, parts, module, request.datamodule)
+    # One that was passed as a plugin keeps its state like the others.
+    callbacks = [p for p, _ in trainer.registry.plugins if isinstance(p, Callback)] + callbacks
+    checkpoints.stateful(callbacks)
     sizer = module.count_samples if overrides(module, "count_samples", Module) else None
     return Run(
         trainer=trainer,
@@ -94,7 +90,7 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         loggers=list(trainer.logger_choices),
         callbacks=callbacks,
         metrics=Metrics(sizer),
-        folder=folder_of(trainer, request.checkpoint),
+        folder=folder_of(trainer, request),
     )
 
 
@@ -118,14 +114,21 @@ def hooks_of(
     return Hooks(in_order(found))
 
 
-def folder_of(trainer: Trainer, checkpoint: dict[str, Any] | None) -> RunFolder:
-    """Return the run's folder: that of the run it resumes, or the one a logger or nobody names."""
-    saved = (checkpoint or {}).get("folder")
-    existing = Path(saved) if saved and Path(saved).is_dir() else None
+def folder_of(trainer: Trainer, request: Request) -> RunFolder:
+    """Return the run's folder: the one it goes on in, or the one a logger or nobody names.
+
+    A run goes on in the folder of the run whose checkpoint it resumes, and all runs of a Trainer
+    in one folder until it is given another Module to train.
+    """
+    saved = (request.checkpoint or {}).get("folder") if request.stage == "fit" else None
+    if saved and Path(saved).is_dir():
+        return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(saved))
+    if trainer.folder is not None:
+        return trainer.folder
     for logger in trainer.logger_choices:
         if logger.save_dir is not None:
-            return RunFolder(logger.save_dir, logger.name or trainer.name, logger.version, existing)
-    return RunFolder(trainer.default_root_dir, trainer.name, None, existing)
+            return RunFolder(logger.save_dir, logger.name or trainer.name, logger.version)
+    return RunFolder(trainer.default_root_dir, trainer.name)
 
 
 def wire(run: Run, request: Request) -> None:
@@ -156,8 +159,8 @@ def wire(run: Run, request: Request) -> None:
 
     if run.stage == "fit":
         wire_training(run, request)
-    elif request.checkpoint is not None:
-        checkpoints.restore_state(run, request.checkpoint)
+        for logger in run.loggers if run.strategy.rank == 0 else ():
+            logger.log_graph(module)
     wire_evaluations(run, request)
     announce(run)
 
@@ -169,7 +172,7 @@ def check_steps(run: Run, request: Request) -> None:
         require_step(module, "training_step", Module)
         require_step(module, "configure_optimizers", Module)
     elif stage != "predict":
-        require_step(module, f"{stage}_step", Module)
+        require_step(module, "validation_step" if stage == "validate" else "test_step", Module)
 
 
 def has_compiled_parts(module: Module) -> bool:
@@ -195,26 +198,34 @@ def encoded_hyperparameters(run: Run) -> dict[str, Any]:
 
 
 def open_loggers(run: Run, checkpoint: dict[str, Any] | None) -> None:
-    """Open every logger in the run's folder and hand over the hyperparameters."""
-    if run.strategy.rank != 0 or (run.stage != "fit" and not run.loggers):
+    """Open every logger, in the run's folder or its own, and hand over the hyperparameters."""
+    if run.strategy.rank != 0:
         return
-    resumed_at = None
+    resumed_at = run.state.step or None
     if run.stage == "fit" and checkpoint is not None:
         resumed_at = checkpoint["global_step"]
         for logger, saved in zip(run.loggers, checkpoint.get("loggers", []), strict=False):
             logger.load_state_dict(saved)
-    elif run.state.step:
-        resumed_at = run.state.step
     params: dict[str, Any] = {}
     for owner in (run.datamodule, run.module):
         if owner is not None and owner._hparams and owner._log_hyperparams:
             params |= owner.hparams
     for logger in run.loggers:
-        logger.open(run.folder.path, resumed_at)
+        logger.open(folder_for(run, logger), resumed_at)
         if params and run.stage == "fit":
             logger.log_hyperparams(params)
-        if run.stage == "fit":
-            logger.log_graph(run.module)
+
+
+def folder_for(run: Run, logger: Logger) -> Path:
+    """Return the run's folder, or the one of the same version that ``logger`` asks for."""
+    shared = run.folder.path
+    if logger.save_dir is None:
+        return shared
+    parent = Path(logger.save_dir) / (logger.name or run.trainer.name)
+    if parent.resolve() == shared.parent.resolve() and logger.version is None:
+        return shared
+    version = shared.name if logger.version is None else logger.version
+    return RunFolder(parent.parent, parent.name, version).path
 
 
 def wire_training(run: Run, request: Request) -> None:
@@ -228,24 +239,11 @@ def wire_training(run: Run, request: Request) -> None:
     run.accumulate = trainer.accumulate_grad_batches
     run.losses = LossWatch(state, trainer.nonfinite_loss)
 
-    def read_train() -> Source:
-        loaders = loaders_for("train", request.loaders.get("train"), run.datamodule, module)
-        return train_source(
-            loaders,
-            trainer.limit_train_batches,
-            bool(trainer.overfit_batches),
-            prepare_for(run)(0),
-            run.wait,
-        )
-
-    run.train = read_train()
-    every = trainer.reload_dataloaders_every_n_epochs
-    if every:
-        first = state.epoch
-        run.reload_train = lambda: (
-            read_train()
-            if state.epoch % every == 0 and state.epoch != first and not state.batch
-            else run.train
+    run.train = read_train(run, request.loaders)
+    if not module.training:
+        rank_zero_warn(
+            f"{type(module).__name__} is in eval mode and trains in it: dropout is off and batch "
+            "norms keep their statistics. Call model.train() before fit if that is not meant."
         )
 
     wire_optimizers(run)
@@ -254,11 +252,22 @@ def wire_training(run: Run, request: Request) -> None:
     elif trainer.position is not None:
         left = trainer.position
         checkpoints.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
+        if state.batch:
+            run.epoch_rng, run.resumed_rng = left.epoch_rng, rng.capture()
     state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[
         : len(run.optimizers)
     ]
     state.stop = None if run.interrupted_by is None else state.stop
     run.began = perf_counter() - state.elapsed
+    steps = (run.train.length or run.max_steps) * run.max_epochs / run.accumulate
+    if run.loggers and min(steps, run.max_steps) < run.log_every_n_steps:
+        rank_zero_info(
+            "log_every_n_steps=%d is more than the steps of this fit, so that no logger gets the "
+            "values of single steps. Pass a lower one to Trainer to see them.",
+            run.log_every_n_steps,
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        run.reload = partial(reload, run, request.loaders, state.epoch)
 
     step = prepared(run, "training_step")
     run.training_step = request.compile_step(step) if request.compile_step else step
@@ -266,13 +275,6 @@ def wire_training(run: Run, request: Request) -> None:
 
 def _unlimited(limit: int | None) -> float:
     return float("inf") if limit is None else limit
-
-
-def prepare_for(run: Run) -> Callable[[int], Callable[[Any], Any] | None]:
-    """Return what makes the batch pipeline of the loader with a given index."""
-    owners = [owner for owner in (run.datamodule, run.module) if owner is not None]
-    device, convert = run.strategy.device, run.precision.convert_batch()
-    return lambda index: pipeline(owners, device, convert, index)
 
 
 def prepared(run: Run, name: str) -> Callable[..., Any]:
@@ -295,33 +297,11 @@ def prepared(run: Run, name: str) -> Callable[..., Any]:
 
 def wire_evaluations(run: Run, request: Request) -> None:
     """Connect the validation of a fit, or the evaluation that the run is."""
-    trainer, module = run.trainer, run.module
+    trainer = run.trainer
     phase = "validate" if run.stage == "fit" else run.stage
-    kind = STAGES[run.stage][-1]
-    loaders = loaders_for(kind, request.loaders.get(kind), run.datamodule, module)
-    if run.stage == "fit":
-        if (
-            loaders is None
-            and trainer.overfit_batches
-            and overrides(module, "validation_step", Module)
-        ):
-            loaders = run.train.loader
-        if loaders is not None and not overrides(module, "validation_step", Module):
-            rank_zero_warn(
-                f"There is validation data, and {type(module).__name__} has no validation_step, so "
-                "it is not validated. Define validation_step(batch, batch_idx)."
-            )
-            loaders = None
-        if loaders is None or trainer.limit_val_batches == 0:
-            return
-    elif loaders is None:
-        raise ConfigError(
-            "There is no data to validate with. Pass loaders to trainer.validate(…), or define "
-            f"val_dataloader() on {type(run.datamodule or module).__name__}."
-        )
-    limit = getattr(trainer, f"limit_{kind}_batches")
-    sequential = run.stage == "fit" and bool(trainer.overfit_batches)
-    sources = evaluation_sources(loaders, limit, kind, sequential, prepare_for(run))
+    sources = read_evaluation(run, request.loaders)
+    if sources is None:
+        return
     run.evaluations[phase] = evaluation(run, phase, sources)
     if run.stage == "fit":
         run.validate_at = trainer.validate_at
@@ -350,8 +330,22 @@ def evaluation(run: Run, phase: Any, sources: list[Source]) -> Evaluation:
         torch.inference_mode if run.trainer.inference_mode else torch.no_grad
     )
     return Evaluation(
-        phase=phase, step=prepared(run, f"{name}_step"), sources=sources, no_grad=mode, **hooks
+        phase=phase,
+        step=prepared(run, f"{name}_step"),
+        sources=sources,
+        no_grad=mode,
+        takes_index=takes_index(getattr(run.module, f"{name}_step"), len(sources) > 1),
+        **hooks,
     )
+
+
+def takes_index(step: Callable[..., Any], several: bool) -> bool:
+    """Say if an evaluation's step is passed its loader's index: needed, or there are several."""
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return several
+    third = [p for p in parameters if p.kind is not p.KEYWORD_ONLY][2:3]
+    return any(several or p.default is p.empty for p in third if p.kind is not p.VAR_KEYWORD)
 
 
 def announce(run: Run) -> None:
@@ -359,18 +353,16 @@ def announce(run: Run) -> None:
     from importlib import metadata
     from os import environ
 
-    plugins = [
-        getattr(p, "__name__", type(p).__name__)
-        for p, origin in run.trainer.registry.plugins
-        if origin != "leyden"
-    ]
+    listed = run.trainer.registry.plugins
+    plugins = [owner_of(plugin) for plugin, origin in listed if origin != "leyden"]
+    choice = run.trainer.strategy_choice
     rank_zero_info(
         "leyden %s: %s on %s, precision %s, strategy %s, plugins %s, seed %s",
         metadata.version("leyden"),
         run.stage,
         run.strategy.device,
         run.precision.name,
-        type(run.strategy).__name__,
+        choice if isinstance(choice, str) else type(choice).__name__,
         ", ".join(plugins) or "none",
         environ.get("LEYDEN_SEED", "not set"),
     )

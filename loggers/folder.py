@@ -87,8 +87,9 @@ class FolderLogger:
         return {"folder": self.log_dir, "version": self.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumes = Path(state_dict["folder"]) if state_dict["folder"] else None
-        self.version = state_dict["version"]
+        folder = state_dict.get("folder")
+        self._resumes = Path(folder) if folder else None
+        self.version = state_dict.get("version", self.version)
 
     def _write_hparams(self) -> None:
         with replacing(self.folder / "hparams.json") as file:

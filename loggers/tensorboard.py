@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,13 +56,22 @@ class TensorBoardLogger(FolderLogger):
             from torch.utils.tensorboard import SummaryWriter
 
             # Made on use, not by open: a new writer makes a file and loads a library.
-            purge = None if self._resumed_at is None else self._resumed_at + 1
-            self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+            purge = self._first_step_to_purge()
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
             self._resumed_at = None
             weakref.finalize(self, self._writer.close)  # what it holds back is lost at exit
             if self._hparams:
                 self._write(self._row()[1])
         return self._writer
+
+    def _first_step_to_purge(self) -> int | None:
+        before = max((p.name for p in self.folder.glob("events.out.tfevents.*")), default=None)
+        if self._resumed_at is None or before is None:
+            return None
+        # Files are read by name, second by second: the one that purges must come in a later one.
+        while int(before.split(".")[3]) >= int(time.time()):
+            time.sleep(0.01)
+        return self._resumed_at + 1
 
     def open(self, folder: Path, resumed_at: int | None = None) -> None:
         super().open(folder)
@@ -116,10 +126,12 @@ class TensorBoardLogger(FolderLogger):
 
     def _row(self) -> tuple[Any, Any, Any]:
         """Return the summaries of the table of hyperparameters: its columns, begin and end."""
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard import summary
 
+        make: Any = summary.hparams  # torch leaves it untyped
         metrics = {tag: None for tag in self._tags if tag != f"{self._prefix}epoch"}
-        return hparams(dict(_flat(plain(self._hparams))), metrics)
+        columns, begin, end = make(dict(_flat(plain(self._hparams))), metrics)
+        return columns, begin, end
 
     def _write(self, summary: Any, step: int | None = None) -> None:
         writer: Any = self.experiment  # to it a summary is private

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .profilers import SimpleProfiler as SimpleProfiler
     from .rich_progress import RichProgress as RichProgress
     from .summary import ModelSummary as ModelSummary
+    from .summary import Summary as Summary
+    from .summary import summarize as summarize
     from .timer import Timer as Timer
 
 _HOMES = {
@@ -35,8 +37,10 @@ _HOMES = {
     "PyTorchProfiler": "profilers",
     "RichProgress": "rich_progress",
     "SimpleProfiler": "profilers",
+    "Summary": "summary",
     "Timer": "timer",
     "TruePrecision": "precision.true",
+    "summarize": "summary",
 }
 __all__ = list(_HOMES)
 

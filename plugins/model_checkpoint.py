@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from math import inf, isnan, nan
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -57,6 +58,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True saves at the end of epochs even in a run with validation,
             False only after validations. None chooses as described above.
         enable_version_counter: Add ``-v1`` to a name that a file of others has; False overwrites.
+        max_share: Most of the training time that saves after epochs may take; others wait.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -83,6 +85,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        max_share: float = 1.0,
     ) -> None:
         self.filename = checked_template(
             f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
@@ -99,6 +102,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
+        self.max_share = max_share
         self._check_choices()
 
         self._own_dirpath = None if dirpath is None else str(local_path(str(dirpath)).absolute())
@@ -107,7 +111,7 @@ class ModelCheckpoint(Callback):
         self.last_model_path = ""
         self.current_score: Tensor | None = None
         self._saved_batches = self._saved_step = 0
-        self._saved_elapsed = 0.0
+        self._saved_elapsed = self._took = 0.0
         self._has_said_missing = False
 
     def _check_choices(self) -> None:
@@ -138,8 +142,8 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        told_apart_by = ("monitor", "mode", *INTERVALS, "save_weights_only")
-        settings = (f"{name}={getattr(self, name)!r}" for name in told_apart_by)
+        names = ("monitor", "mode", *INTERVALS, "save_weights_only")
+        settings = (f"{name}={getattr(self, name)!r}" for name in names)
         return f"ModelCheckpoint({', '.join(settings)})"
 
     @property
@@ -185,7 +189,7 @@ class ModelCheckpoint(Callback):
         if self.FILE_EXTENSION == ModelCheckpoint.FILE_EXTENSION:
             self.FILE_EXTENSION = trainer.checkpointer.extension
         state = trainer.state
-        # The state a run begins with needs no saving: it is new, or comes from a checkpoint.
+        # What a run begins with needs no saving: it is new, or comes from a checkpoint.
         self._saved_batches, self._saved_step = state.total_batches, state.step
         self._saved_elapsed = state.elapsed
         if state.total_batches == 0:
@@ -197,15 +201,11 @@ class ModelCheckpoint(Callback):
         """Keep of the restored paths those that are there, in the folder of this run."""
         folder = Path(self.dirpath or "")
         known = {*self.best_k_models, self.last_model_path} - {""}
-        kept = trainer.broadcast(
-            {p for p in known if folder in Path(p).parents and trainer.checkpointer.exists(p)}
-        )
+        there = {p for p in known if folder in Path(p).parents and trainer.checkpointer.exists(p)}
+        kept = trainer.broadcast(there)
         if known - kept and trainer.is_global_zero:
-            log.warning(
-                "ModelCheckpoint keeps track no longer of %s: not in %s, where this run saves.",
-                ", ".join(sorted(known - kept)),
-                folder,
-            )
+            lost = ", ".join(sorted(known - kept))
+            log.warning("ModelCheckpoint no longer tracks %s: not in %s", lost, folder)
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p in kept}
         self.last_model_path = self.last_model_path if self.last_model_path in kept else ""
 
@@ -218,9 +218,8 @@ class ModelCheckpoint(Callback):
                 self._save(trainer, at)
             return
         # A run ended by a signal or by the clock is to be resumed from here. Clocks differ.
-        must = at == "end" and trainer.broadcast(
-            trainer.interrupted or is_out_of_time(trainer.callbacks)
-        )
+        cut = trainer.interrupted or is_out_of_time(trainer.callbacks)
+        must = at == "end" and trainer.broadcast(cut)
         if must or self._is_due_after_epoch(trainer, state, at):
             self._save(trainer, at, must)
 
@@ -230,7 +229,6 @@ class ModelCheckpoint(Callback):
         if self.train_time_interval is not None:
             waited = timedelta(seconds=state.elapsed - self._saved_elapsed)
             return bool(trainer.broadcast(waited >= self.train_time_interval))
-        # After the last step of an epoch, wait for what else belongs to its end.
         return (
             state.validated_batch == state.total_batches
             and state.batch < trainer.num_training_batches
@@ -245,9 +243,15 @@ class ModelCheckpoint(Callback):
             return False
         if (_epoch(state) + 1) % (self.every_n_epochs or 1):
             return False
-        is_cut = at == "end" and state.batch > 0
+        passed = state.elapsed - self._saved_elapsed
+        if at == "epoch" and trainer.broadcast(self._took > self.max_share * passed):
+            return False
         has_validated = state.validated_batch == state.total_batches
-        return is_cut or has_validated or not self._saves_after_validation(trainer)
+        return (
+            (at == "end" and state.batch > 0)
+            or has_validated
+            or not self._saves_after_validation(trainer)
+        )
 
     def _saves_after_validation(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
@@ -265,7 +269,7 @@ class ModelCheckpoint(Callback):
         if self.save_last or (must and not is_kept):
             last = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
         newest = self._free_path(trainer, values, self.filename, *fallen) if is_kept else last
-        self._saved_elapsed = trainer.state.elapsed
+        self._saved_elapsed, began = trainer.state.elapsed, perf_counter()
         if newest:
             fallen.append(self.last_model_path)
             with self._undone_on_failure():
@@ -276,6 +280,7 @@ class ModelCheckpoint(Callback):
                     self._point_last_at(trainer, newest)
             self._saved_batches, self._saved_step = trainer.state.total_batches, trainer.global_step
             self._remove(trainer, fallen)
+        self._took = perf_counter() - began
         if self.verbose and trainer.is_global_zero and (newest or at != "end"):
             measured = f", {self.monitor} = {float(score):.5g}" if self.monitor else ""
             outcome = f"saved as {newest}" if newest else f"not among the best {self.save_top_k}"

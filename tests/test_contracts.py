@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from leyden.manager import Registry
 from leyden.strategies.single_device import SingleDevice
 from leyden.testing import check_precision, check_strategy
@@ -25,7 +24,7 @@ def test_strategy_that_does_not_clip_is_found():
         def clip_grad_norm(self, parameters, max_norm):
             return torch.tensor(0.0)
 
-    with pytest.raises(AssertionError, match="gradient_clip_val=0.5"):
+    with pytest.raises(AssertionError, match=r"gradient_clip_val=0\.5"):
         check_strategy(Unclipped())
 
 

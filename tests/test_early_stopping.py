@@ -59,6 +59,13 @@ def test_request_before_the_minimum_is_dropped_and_the_metric_may_recover(tmp_pa
     assert "max_epochs" in result.reason
 
 
+def test_infinite_value_is_not_taken_for_the_best(tmp_path):
+    stopping = EarlyStopping("val/loss", patience=2)
+    _, result = trained(tmp_path, [3, -INF, 2, 1], stopping, min_epochs=3, max_epochs=4)
+    assert result.epochs == 4
+    assert stopping.best_score == 1
+
+
 def test_request_that_still_holds_at_the_minimum_ends_the_run_there(tmp_path):
     stopping = EarlyStopping("val/loss", patience=2)
     _, result = trained(tmp_path, range(10), stopping, min_epochs=5)

@@ -37,6 +37,13 @@ def test_save_on_a_full_disk_says_so_and_leaves_the_older_file(saved, full_disk)
     assert list(saved.parent.iterdir()) == [saved]
 
 
+def test_second_name_of_a_file_keeps_what_it_held(saved):
+    other = saved.with_name("last.ckpt")
+    other.hardlink_to(saved)
+    FileCheckpointer().save({"w": torch.zeros(500)}, str(saved))
+    assert FileCheckpointer().load(str(other))["w"].sum() == 500
+
+
 def test_interrupted_save_leaves_the_older_file_and_nothing_else(saved):
     class Interrupting:
         def __reduce__(self):

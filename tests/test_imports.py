@@ -3,7 +3,15 @@
 import subprocess
 import sys
 
-HEAVY = ("tensorboard", "rich", "torchmetrics", "copier", "sklearn", "jinja2.sandbox", "questionary")
+HEAVY = (
+    "tensorboard",
+    "rich",
+    "torchmetrics",
+    "copier",
+    "sklearn",
+    "jinja2.sandbox",
+    "questionary",
+)
 
 
 def modules_after(code: str) -> set[str]:
@@ -29,12 +37,16 @@ def test_public_names_add_few_modules_to_torch():
     # A count, so that it holds on any machine: leyden's own, pluggy's, and the standard library's.
     torch_alone = modules_after("import torch, torch.utils.data")
     added = modules_after("from leyden import Module, Trainer, Callback") - torch_alone
-    foreign = {name.split(".")[0] for name in added} - {"leyden", "pluggy"} - sys.stdlib_module_names
+    foreign = (
+        {name.split(".")[0] for name in added} - {"leyden", "pluggy"} - sys.stdlib_module_names
+    )
     assert foreign <= {"torch"}, sorted(foreign)
     assert len(added) < 120
 
 
 def test_moved_names_are_pointed_out():
-    code = "import leyden\ntry:\n    leyden.LightningModule\nexcept AttributeError as e:\n    print(e)"
+    code = (
+        "import leyden\ntry:\n    leyden.LightningModule\nexcept AttributeError as e:\n    print(e)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "It is leyden.Module here." in done.stdout

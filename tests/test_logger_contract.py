@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from leyden import Module, Trainer
 from leyden.errors import ConfigError
 from leyden.loggers.registry import register_loggers
 from leyden.protocols import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 
 def points_of_csv(folder):
@@ -276,3 +278,74 @@ def test_the_package_of_loggers_loads_none_of_them():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     with pytest.raises(ImportError, match="WandLogger"):
         from leyden.loggers import WandLogger  # noqa: F401
+
+
+class Counts(Module):
+    """Logs the number of the step as its loss, and half of it as the validation's."""
+
+    def __init__(self, lr=0.5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.log("train/loss", float(self.global_step + 1))
+        return self.weight * 0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.global_step / 2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def fit(root, ckpt_path=None, max_epochs=2, **options):
+    data = DataLoader(torch.zeros(6, 1), batch_size=2)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        default_root_dir=root, max_epochs=max_epochs, log_every_n_steps=1, **quiet, **options
+    )
+    trainer.fit(Counts(), data, data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def points_of_a_fit(steps):
+    epochs = {(step, "epoch", (step - 1) // 3) for step in range(1, steps + 1)}
+    losses = {(step, "train/loss", step) for step in range(1, steps + 1)}
+    return epochs | losses | {(step, "val/loss", step / 2) for step in range(3, steps + 1, 3)}
+
+
+def test_a_fit_is_logged_by_name(kind, tmp_path):
+    trainer = fit(tmp_path, logger=kind)
+    assert set(points(kind, trainer.log_dir)) == points_of_a_fit(6)
+    assert json.loads((Path(trainer.log_dir) / "hparams.json").read_text()) == {"lr": 0.5}
+
+
+def test_a_resumed_fit_goes_on_in_its_folder(kind, tmp_path):
+    first = fit(tmp_path, logger=kind)
+    [checkpoint] = Path(first.log_dir).glob("checkpoints/*.ckpt")
+    for step in (7, 8):  # as if it had gone on after the checkpoint, and been killed
+        first.logger.log_metrics({"train/loss": -1.0}, step)
+    first.logger.close("failed")
+    second = fit(tmp_path, ckpt_path=checkpoint, max_epochs=3, logger=kind)
+    assert second.log_dir == first.log_dir
+    read = points(kind, second.log_dir)
+    assert set(read) == points_of_a_fit(9)
+    assert len([point for point in read if point[1] != "epoch"]) == 9 + 3
+
+
+def test_several_loggers_of_a_fit_share_its_folder(tmp_path):
+    trainer = fit(tmp_path, logger=list(READERS))
+    assert [logger.log_dir for logger in trainer.loggers] == [trainer.log_dir] * len(READERS)
+    for kind in READERS:
+        assert set(points(kind, trainer.log_dir)) == points_of_a_fit(6)
+
+
+def test_a_fit_logs_where_its_logger_was_told_to(kind, make, tmp_path):
+    fit(tmp_path / "runs", logger=make(tmp_path / "logs", "mine", 4))
+    assert set(points(kind, tmp_path / "logs" / "mine" / "version_4")) == points_of_a_fit(6)
+
+
+def test_without_loggers_nothing_is_written(tmp_path):
+    fit(tmp_path, logger=False, enable_checkpointing=False)
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,13 @@
 """LearningRateMonitor: which rates it logs, under which names, at which steps."""
 
 import csv
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from leyden import ConfigError, Module, Trainer
-from leyden.plugins import LearningRateMonitor
+from leyden.plugins import LearningRateMonitor, ModelCheckpoint
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
@@ -41,19 +42,19 @@ def halving(module, interval, **config):
     }
 
 
-def logged(tmp_path, configure, monitor, automatic=True, **options):
+def logged(tmp_path, configure, *callbacks, automatic=True, ckpt_path=None, **options):
     """Return what was logged as a list of (step, {name: rate}), and the module."""
     trainer = Trainer(
         logger="csv",
-        callbacks=[monitor],
+        callbacks=list(callbacks),
         default_root_dir=tmp_path,
-        enable_checkpointing=False,
+        enable_checkpointing=len(callbacks) > 1,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, "log_every_n_steps": 1, **options},
     )
     module = Scheduled(configure, automatic)
-    trainer.fit(module, DataLoader(torch.ones(4)))
+    trainer.fit(module, DataLoader(torch.ones(4)), ckpt_path=ckpt_path)
     path = Path(trainer.log_dir) / "metrics.csv"
     if not path.exists():
         return [], module
@@ -100,9 +101,31 @@ def test_logging_interval_overrules_that_of_the_schedule(tmp_path, interval, ste
     assert [step for step, _ in rows] == steps
 
 
+def test_rate_without_a_schedule_is_logged_by_step_and_by_epoch(tmp_path):
+    monitor = LearningRateMonitor()
+    rows, _ = logged(tmp_path, lambda m: SGD(m.parameters(), lr=0.5), monitor, log_every_n_steps=2)
+    assert [step for step, _ in rows] == [1, 2, 4, 5, 6, 8]
+    assert monitor.lrs == {"lr-SGD": [0.5] * 6}
+    logged(tmp_path, lambda m: Adam(m.parameters(), lr=0.2), monitor, log_every_n_steps=9)
+    assert monitor.lrs == {"lr-Adam": [0.2, 0.2]}
+
+
+def test_epoch_that_is_resumed_in_its_middle_does_not_log_again(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "c")
+    configure = partial(halving, interval="epoch")
+    logged(tmp_path, configure, LearningRateMonitor(), saver, max_steps=2)
+    monitor = LearningRateMonitor()
+    logged(tmp_path, configure, monitor, saver, ckpt_path=saver.best_model_path)
+    assert monitor.lrs == {"lr-SGD": [0.5]}
+
+
 def names(tmp_path, configure, automatic=True, **options):
     rows, _ = logged(
-        tmp_path, configure, LearningRateMonitor("epoch", **options), automatic, max_epochs=1
+        tmp_path,
+        configure,
+        LearningRateMonitor("epoch", **options),
+        automatic=automatic,
+        max_epochs=1,
     )
     return rows[0][1]
 

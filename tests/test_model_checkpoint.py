@@ -113,8 +113,16 @@ def test_save_after_the_validation_of_an_epoch_counts_the_epoch_as_done(tmp_path
 
 def test_every_n_epochs_saves_at_the_end_of_every_nth(tmp_path):
     callback = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=2, save_top_k=-1)
-    trained(tmp_path / "x", callback, max_epochs=5)
+    trained(tmp_path / "x", callback, max_epochs=5, check_val_every_n_epoch=3)
     assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+
+
+def test_every_n_epochs_can_save_after_the_validations_of_every_nth(tmp_path):
+    callback = ModelCheckpoint(
+        tmp_path, "{step}", every_n_epochs=2, save_on_train_epoch_end=False, save_top_k=-1
+    )
+    trained(tmp_path / "x", callback, batches=4, max_epochs=3, val_check_interval=2)
+    assert names(tmp_path) == ["step=6.ckpt", "step=8.ckpt"]
 
 
 def test_every_n_train_steps_counts_optimizer_steps_over_epochs(tmp_path):
@@ -127,14 +135,31 @@ def test_every_n_train_steps_counts_optimizer_steps_over_epochs(tmp_path):
     ]
 
 
-def test_train_time_interval_saves_once_it_has_passed(tmp_path):
-    always, never = (
-        ModelCheckpoint(tmp_path / name, "{step}", save_top_k=-1, train_time_interval=interval)
-        for name, interval in (("a", timedelta(microseconds=1)), ("b", timedelta(days=1)))
+def test_every_n_train_steps_saves_no_step_twice(tmp_path):
+    class EveryOtherBatch(WithoutValidation):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward((self.w * batch).mean())
+            if batch_idx % 2:
+                self.optimizers().step()
+
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trained(tmp_path / "x", callback, module=EveryOtherBatch(), batches=5, val=False)
+    assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt"]
+
+
+class TenSecondsAStep(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.state.elapsed = 10.0 * trainer.global_step
+
+
+def test_train_time_interval_saves_each_time_it_has_passed(tmp_path):
+    callback = ModelCheckpoint(
+        tmp_path, "{step}", save_top_k=-1, train_time_interval=timedelta(seconds=25)
     )
-    trained(tmp_path / "x", always, never, batches=3)
-    assert names(tmp_path / "a") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert names(tmp_path / "b") == []
+    trained(tmp_path / "x", callback, TenSecondsAStep(), batches=8)
+    assert names(tmp_path) == ["step=3.ckpt", "step=6.ckpt"]
 
 
 def test_save_on_train_epoch_end_overrules_validation(tmp_path):
@@ -147,6 +172,28 @@ def test_epoch_cut_by_max_steps_is_saved(tmp_path):
     callback = ModelCheckpoint(tmp_path)
     trained(tmp_path / "x", callback, batches=5, max_steps=3)
     assert names(tmp_path) == ["epoch=0-step=3.ckpt"]
+
+
+def test_last_is_saved_at_the_end_whatever_the_interval(tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=True)
+    trained(tmp_path / "x", callback, batches=5, max_steps=3)
+    assert loaded(tmp_path / "last.ckpt")["state"]["step"] == 3
+
+
+class Counting(Callback):
+    count = 0
+
+    def on_save_point(self, trainer, module, at):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+
+def test_it_saves_what_all_others_leave(tmp_path):
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    trained(tmp_path / "x", callback, Counting())
+    assert loaded(callback.best_model_path)["callbacks"]["Counting"] == {"count": 2}
 
 
 def test_run_that_trains_nothing_more_saves_nothing(tmp_path):
@@ -181,6 +228,7 @@ class Interrupt(Callback):
         ({}, ["epoch=0-step=3.ckpt"]),
         ({"monitor": "val/loss"}, ["epoch=0-step=2.ckpt", "last.ckpt"]),
         ({"every_n_train_steps": 10}, ["epoch=0-step=3.ckpt"]),
+        ({"every_n_train_steps": 10, "monitor": "comes/later"}, ["epoch=0-step=3.ckpt"]),
     ],
 )
 def test_interrupted_run_saves_where_it_stopped(tmp_path, options, expected):
@@ -410,6 +458,19 @@ def test_constant_name_is_replaced_while_it_is_the_only_one_kept(tmp_path):
     assert loaded(callback.best_model_path)["state"]["step"] == 4
 
 
+def test_files_end_as_the_checkpointer_says_unless_told_otherwise(tmp_path):
+    class Short(FileCheckpointer):
+        extension = ".pt"
+
+    plain, told = (
+        ModelCheckpoint(tmp_path / "a", "a"),
+        ModelCheckpoint(tmp_path / "b", "b", mode="max"),
+    )
+    told.FILE_EXTENSION = ".tar"
+    trained(tmp_path / "x", plain, told, checkpointer=Short())
+    assert names(tmp_path / "a") + names(tmp_path / "b") == ["a.pt", "b.tar"]
+
+
 def test_default_folder_is_the_runs_own(tmp_path):
     callback = ModelCheckpoint()
     trainer = trained(tmp_path, callback)
@@ -480,7 +541,7 @@ def test_resumed_run_forgets_files_that_are_gone_and_says_so(tmp_path, caplog):
     resume = str(tmp_path / "epoch=1.ckpt")
     trained(tmp_path / "x", second, module=Scored([6]), max_epochs=3, ckpt_path=resume)
     assert [Path(path).name for path in second.best_k_models] == ["epoch=1.ckpt", "epoch=2.ckpt"]
-    assert "keeps track no longer of" in caplog.text
+    assert "no longer tracks" in caplog.text
     assert "epoch=0.ckpt" in caplog.text
 
 
@@ -492,7 +553,7 @@ def test_resumed_run_in_another_folder_deletes_nothing_in_the_old_one(tmp_path, 
     trained(tmp_path / "x", second, module=Scored([4]), max_epochs=2, ckpt_path=resume)
     assert names(tmp_path / "a") == ["epoch=0.ckpt"]
     assert names(tmp_path / "b") == ["epoch=1.ckpt"]
-    assert "where this run saves" in caplog.text
+    assert "no longer tracks" in caplog.text
 
 
 def test_checkpoint_names_itself_as_best_and_last(tmp_path):
@@ -515,7 +576,7 @@ def test_two_of_one_class_get_their_own_state_back_in_any_order(tmp_path):
     def pair(**options):
         return [
             ModelCheckpoint(tmp_path / "v", "{epoch}", "val/loss", **options),
-            ModelCheckpoint(tmp_path / "t", "{epoch}", "train/loss_epoch", mode="max", **options),
+            ModelCheckpoint(tmp_path / "t", "{epoch}", "train/loss_epoch", **options),
         ]
 
     first = pair()

@@ -5,9 +5,8 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
-
 from leyden import Module, ModuleError, Trainer
+from torch import nn
 
 
 class Net(Module):

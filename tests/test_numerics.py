@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from leyden import Module, Trainer
+from leyden import ConfigError, Module, ModuleError, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -213,6 +213,102 @@ def test_gradients_are_none_before_each_step_and_complete_before_its_update():
 
     trained_by_fit(Watched(), loader(2))
     assert seen == [[True] * 4] * 8
+
+
+class LeastSquares(Module):
+    """A layer fitted by LBFGS, which evaluates each batch as often as it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.evaluations = 0
+
+    def training_step(self, batch, batch_idx):
+        self.evaluations += 1
+        x, y = batch
+        return F.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=5)
+
+
+def lbfgs_by_hand(module, data, autocast, clip):
+    optimizer = module.configure_optimizers()
+
+    def closure(batch):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = module.training_step(batch, 0)
+        loss.backward()
+        if clip is not None:
+            clip_grad_norm_(module.parameters(), clip)
+        return loss
+
+    for _ in range(2):
+        for batch in data:
+            optimizer.step(partial(closure, batch))
+    return optimizer
+
+
+class StepsItself(LeastSquares):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("make", [LeastSquares, StepsItself])
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fit_with_lbfgs_equals_torchs_own_loop(precision, clip, make):
+    torch.manual_seed(7)
+    expected = LeastSquares()
+    optimizer = lbfgs_by_hand(expected, loader(), precision == "bf16-mixed", clip)
+    torch.manual_seed(7)
+    module = make()
+    trainer = trained_by_fit(module, loader(), precision=precision, gradient_clip_val=clip)
+    assert_equal(module.state_dict(), expected.state_dict())
+    assert_equal(trainer.optimizers[0].state_dict(), optimizer.state_dict())
+    assert module.evaluations == expected.evaluations > trainer.global_step == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2 cannot be used with LBFGS"),
+        ({"nonfinite_loss": "skip"}, "nonfinite_loss='skip' cannot be used with LBFGS"),
+    ],
+)
+def test_what_lbfgs_cannot_do_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        trained_by_fit(LeastSquares(), loader(), **options)
+
+
+def test_lbfgs_tells_its_hooks_of_each_evaluation_with_its_gradients():
+    told = []
+
+    class Watched(LeastSquares):
+        def on_before_zero_grad(self, optimizer):
+            told.append("zero")
+
+        def on_before_optimizer_step(self, optimizer):
+            assert self.layer.weight.grad is not None
+            told.append("step")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert not outputs.requires_grad
+            assert told == ["zero", "step"] * (len(told) // 2)
+
+    module = Watched()
+    trained_by_fit(module, loader(1))
+    assert len(told) == 2 * module.evaluations
+
+
+def test_lbfgs_needs_a_loss_for_each_batch():
+    class Leaves(LeastSquares):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(ModuleError, match="training_step returned no loss, and LBFGS needs one"):
+        trained_by_fit(Leaves(), loader())
 
 
 def test_a_step_with_a_sparse_part_updates_only_that_part():

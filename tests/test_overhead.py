@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
-
 from leyden import Callback, Module, Trainer
+from torch import nn
 
 FEW, MANY = 100, 300
 BATCHES = [torch.ones(8, 4)] * MANY

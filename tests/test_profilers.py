@@ -35,7 +35,7 @@ class SlowData(Dataset):
         return 4
 
     def __getitem__(self, index):
-        time.sleep(WORK)
+        time.sleep(5 * WORK)
         return torch.ones(2)
 
 
@@ -54,13 +54,13 @@ def trainer(**choices):
 
 def test_simple_profiler_tells_each_phase_its_own_time(tmp_path):
     profiler = SimpleProfiler()
-    started = time.perf_counter()
     run = trainer(profiler=profiler, callbacks=[SlowSaver()], default_root_dir=tmp_path)
+    started = time.perf_counter()
     run.fit(Slow(), DataLoader(SlowData()), [torch.ones(1, 2)] * 3)
     took = time.perf_counter() - started
     spent = {
         "training_step": 4 * 3 * WORK,
-        "waiting for data": 4 * WORK,
+        "waiting for data": 4 * 5 * WORK,
         "validation_step": (2 + 3) * 2 * WORK,  # the sanity check's too
         "on_save_point": 5 * WORK,
     }
@@ -74,15 +74,17 @@ def test_a_hook_told_within_a_hook_counts_once(tmp_path):
     class Saves(Callback):
         def on_train_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / "a.ckpt")
+            time.sleep(5 * WORK)
 
         def on_save_checkpoint(self, trainer, module, checkpoint):
             time.sleep(10 * WORK)
 
     profiler = SimpleProfiler()
-    started = time.perf_counter()
     run = trainer(max_steps=1, logger=False, profiler=profiler, callbacks=[Saves()])
+    started = time.perf_counter()
     run.fit(Slow(), [torch.ones(1, 2)])
     assert profiler.seconds["on_save_checkpoint"] >= 10 * WORK
+    assert profiler.seconds["on_train_end"] >= 5 * WORK
     assert sum(profiler.seconds.values()) <= time.perf_counter() - started
 
 

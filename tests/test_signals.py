@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
 from leyden import Module, Trainer
+from torch import nn
 
 SCRIPT = """
 import os, signal, sys
@@ -42,8 +41,12 @@ print("the next line ran", trainer.interrupted, trainer.global_step)
 """
 
 
-def run_script(folder: Path, *signals: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    code = SCRIPT.format(folder=str(folder), signals=f"[{', '.join(f'signal.{s}' for s in signals)}]")
+def run_script(
+    folder: Path, *signals: str, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    code = SCRIPT.format(
+        folder=str(folder), signals=f"[{', '.join(f'signal.{s}' for s in signals)}]"
+    )
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code))
     return subprocess.run(
@@ -106,7 +109,9 @@ def trainer(**choices) -> Trainer:
 def test_handlers_are_restored_after_a_run():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        trainer(num_sanity_val_steps=0).fit(Interrupting(), [torch.ones(2, 1)], [torch.ones(2, 1)] * 3)
+        trainer(num_sanity_val_steps=0).fit(
+            Interrupting(), [torch.ones(2, 1)], [torch.ones(2, 1)] * 3
+        )
     assert ended.value.code == 143
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 

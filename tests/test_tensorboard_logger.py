@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from leyden import Module, Trainer
 from leyden.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,6 +17,7 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch import nn
+from torch.utils.data import DataLoader
 
 
 def scalars(folder):
@@ -212,3 +214,39 @@ def test_no_graph_unless_asked_for_and_none_again_on_resume(tmp_path, log_graph,
     logger.log_metrics({"loss": 0.5}, step=6)
     logger.close()
     assert not EventAccumulator(str(tmp_path)).Reload().Tags()["graph"]
+
+
+class Fitted(Module):
+    def __init__(self, lr=0.5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(3, 1)
+        self.example_input_array = ONES
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 4.0 / (1 + self.current_epoch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+# PL #1228 again, through a Trainer.
+def test_a_fit_stands_in_the_table_with_its_final_validation_loss(tmp_path):
+    data = DataLoader(torch.ones(4, 3), batch_size=2)
+    logger = TensorBoardLogger(log_graph=True)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=2, logger=logger, **quiet)
+    trainer.fit(Fitted(), data, data)
+    names, [row] = table(tmp_path)
+    assert names == {"val/loss"}
+    assert (row.hparams, row.metrics) == ({"lr": 0.5}, {"val/loss": 2.0})
+    assert row.status == "STATUS_SUCCESS"
+    events = EventAccumulator(trainer.log_dir).Reload()
+    assert set(events.Tags()["scalars"]) == {"val/loss", "epoch"}
+    assert any("Linear[net]" in node.name for node in events.Graph().node)

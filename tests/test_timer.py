@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from leyden import ConfigError, Module, Trainer
+from leyden import Callback, ConfigError, Module, Trainer
 from leyden.plugins import ModelCheckpoint, Timer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -91,10 +91,22 @@ def test_stages_are_measured_apart(tmp_path):
     trainer, _ = trained(tmp_path, timer)
     assert timer.end_time("train") > timer.end_time("validate") > timer.start_time("train")
     assert 0 < timer.time_elapsed("validate") < timer.time_elapsed("train")
+    assert timer.time_elapsed("validate") == timer.time_elapsed("validate")
     assert timer.time_elapsed("test") == 0
     assert timer.start_time("test") is timer.end_time("test") is timer.time_remaining() is None
     trainer.test(Scalar(), DATA, verbose=False)
     assert timer.time_elapsed("test") > 0
+
+
+def test_stage_that_is_going_on_has_no_end_yet(tmp_path):
+    timer, seen = Timer(), []
+
+    class Look(Callback):
+        def on_validation_batch_end(self, trainer, module, *rest):
+            seen.append(timer.end_time("validate"))
+
+    trained(tmp_path, timer, Look())
+    assert seen == [None] * 14  # two of them in the sanity check
 
 
 @pytest.mark.parametrize(

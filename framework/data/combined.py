@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size"]
+END = object()
 
 
 class CombinedLoader:
@@ -17,17 +18,35 @@ class CombinedLoader:
         loaders: A list, tuple or dict of loaders.
         mode: ``"max_size_cycle"`` reads until the longest ends and starts shorter ones again;
             ``"max_size"`` puts None in their place instead; ``"min_size"`` stops at the shortest.
+
+    Raises:
+        ConfigError: The mode is unknown.
+        DataError: There is no loader, or one cannot be iterated.
     """
 
     def __init__(self, loaders: Any, mode: Mode = "max_size_cycle") -> None:
         if mode not in ("max_size_cycle", "max_size", "min_size"):
             raise ConfigError(
-                f"CombinedLoader(mode={mode!r}): use 'max_size_cycle', 'max_size' or 'min_size'."
+                f"CombinedLoader(mode={mode!r}): use 'max_size_cycle', 'max_size' or 'min_size'. "
+                "To evaluate on loaders one after the other, pass them as a list."
             )
         self.mode = mode
         self.keys = list(loaders) if isinstance(loaders, Mapping) else None
         self.loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
         self._kind = type(loaders)
+        if not self.loaders:
+            raise DataError(f"{loaders!r} holds no loader. Pass at least one.")
+        for index, loader in enumerate(self.loaders):
+            if not isinstance(loader, Iterable):
+                raise DataError(f"Loader {self._name(index)} is {loader!r}, which has no batches.")
+            if isinstance(loader, Mapping) or are_loaders(loader):
+                raise DataError(
+                    f"Loader {self._name(index)} is itself a collection of loaders. Pass them all "
+                    "in one list or dict, or wrap the inner ones in a CombinedLoader."
+                )
+
+    def _name(self, index: int) -> str:
+        return repr(self.keys[index] if self.keys is not None else index)
 
     def __len__(self) -> int:
         lengths = [len(loader) for loader in self.loaders]
@@ -37,26 +56,39 @@ class CombinedLoader:
         iterators = [iter(loader) for loader in self.loaders]
         ended = [False] * len(iterators)
         while True:
-            batch: list[Any] = []
-            for index, iterator in enumerate(iterators):
-                try:
-                    batch.append(None if ended[index] and self.mode == "max_size" else next(iterator))
-                except StopIteration:
-                    ended[index] = True
-                    if self.mode == "min_size" or all(ended):
-                        return
-                    batch.append(self._again(iterators, index))
-            yield self._shaped(batch)
+            batches = [next(iterator, END) for iterator in iterators]
+            ended = [was or batch is END for was, batch in zip(ended, batches, strict=True)]
+            if all(ended) or (self.mode == "min_size" and any(ended)):
+                return
+            for index, batch in enumerate(batches):
+                if batch is END:
+                    batches[index] = self._in_place_of_an_ended(iterators, index)
+            yield self._shaped(batches)
 
-    def _again(self, iterators: list[Any], index: int) -> Any:
+    def _in_place_of_an_ended(self, iterators: list[Any], index: int) -> Any:
         if self.mode == "max_size":
             return None
         iterators[index] = iter(self.loaders[index])
         for batch in iterators[index]:
             return batch
-        raise DataError(f"Loader {self.keys[index] if self.keys else index!r} gives no batch.")
+        raise DataError(
+            f"Loader {self._name(index)} gives no batch. Check its data set, and that it can be "
+            "iterated more than once."
+        )
 
-    def _shaped(self, batch: list[Any]) -> Any:
+    def _shaped(self, batches: list[Any]) -> Any:
         if self.keys is not None:
-            return dict(zip(self.keys, batch, strict=True))
-        return tuple(batch) if self._kind is tuple else batch
+            return dict(zip(self.keys, batches, strict=True))
+        return tuple(batches) if self._kind is tuple else batches
+
+
+def are_loaders(given: Any) -> bool:
+    """Say if ``given`` is a list of loaders, and not a list of batches."""
+    if not isinstance(given, (list, tuple)) or not given:
+        return False
+    return all(
+        isinstance(one, Iterable)
+        and not isinstance(one, (Mapping, list, tuple, str, bytes))
+        and not hasattr(one, "dtype")
+        for one in given
+    )

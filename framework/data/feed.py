@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,14 @@ def overrides(owner: Any, name: str, plain: type = DataHooks) -> bool:
     return method is not None and getattr(method, "__func__", method) is not getattr(plain, name)
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _asked(hook: Callable[..., Any], arguments: tuple[Any, ...], batch: Any) -> Any:
+    return hook(batch, *arguments)
+
+
 def pipeline(
     owners: list[Any], device: torch.device, convert: Callable[[Tensor], Tensor] | None, index: int
 ) -> Prepare | None:
@@ -36,15 +44,15 @@ def pipeline(
     """
     steps: list[Prepare] = []
     if convert is not None:
-        steps.append(partial(mapped, change=convert, wanted=lambda value: isinstance(value, Tensor)))
-    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        steps.append(partial(mapped, change=convert, wanted=_is_tensor))
+    for name, arguments in (
+        ("on_before_batch_transfer", (index,)),
+        ("transfer_batch_to_device", (device, index)),
+        ("on_after_batch_transfer", (index,)),
+    ):
         owner = next((owner for owner in owners if overrides(owner, name)), None)
-        if owner is not None and name == "transfer_batch_to_device":
-            hook = getattr(owner, name)
-            steps.append(lambda batch, hook=hook: hook(batch, device, index))
-        elif owner is not None:
-            hook = getattr(owner, name)
-            steps.append(lambda batch, hook=hook: hook(batch, index))
+        if owner is not None:
+            steps.append(partial(_asked, getattr(owner, name), arguments))
         elif name == "transfer_batch_to_device" and device.type != "cpu":
             steps.append(partial(move, device=device))
     if len(steps) < 2:
@@ -58,7 +66,9 @@ def pipeline(
     return prepare
 
 
-def loaders_for(stage: str, given: Any, datamodule: Any, module: Any) -> Any:
+def loaders_for(
+    stage: str, given: Any, datamodule: Any, module: Any, is_optional: bool = False
+) -> Any:
     """Return the loaders for ``stage``: those given, or the DataModule's, or the Module's.
 
     Args:
@@ -66,9 +76,7 @@ def loaders_for(stage: str, given: Any, datamodule: Any, module: Any) -> Any:
         given: What the Trainer's method was passed, or None.
         datamodule: The run's DataModule, or None.
         module: The run's Module.
-
-    Returns:
-        The loaders, or None for a validation without any.
+        is_optional: Whether to return None where there are none.
 
     Raises:
         DataError: There is none, or both loaders and a DataModule were passed.
@@ -78,17 +86,18 @@ def loaders_for(stage: str, given: Any, datamodule: Any, module: Any) -> Any:
             f"Both {stage}_dataloaders and datamodule were passed. Pass one of them, so that it is "
             "clear which data is used."
         )
-    if given is not None:
-        return given
-    owner = datamodule if datamodule is not None else module
-    if overrides(owner, f"{stage}_dataloader"):
-        return getattr(owner, f"{stage}_dataloader")()
-    if stage == "val":
+    owner, name = datamodule if datamodule is not None else module, f"{stage}_dataloader"
+    found = given
+    if given is None and overrides(owner, name):
+        found = getattr(owner, name)()
+    if found is not None and not (isinstance(found, (list, tuple, Mapping)) and not found):
+        return found
+    if is_optional:
         return None
-    method = {"train": "fit", "test": "test", "predict": "predict"}[stage]
+    method = {"train": "fit", "val": "validate"}.get(stage, stage)
     raise DataError(
         f"There is no data to {method} with. Pass loaders to trainer.{method}(…), pass a "
-        f"datamodule, or define {stage}_dataloader() on {type(owner).__name__}."
+        f"datamodule, or define {name}() on {type(owner).__name__} and let it return a loader."
     )
 
 

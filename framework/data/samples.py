@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
     """Return the number of samples in ``batch``.
 
     Asks, in this order: the Module's ``count_samples``, the batch itself, and the first dimension
-    of its tensors where all have the same.
+    of its tensors where all have the same. A lone number, or None, is one sample.
 
     Args:
         batch: One batch, as the step gets it.
@@ -32,38 +32,49 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
         count = sizer(batch)
         if count is not None:
             return int(count)
-    for attribute in OWN_COUNTS:
-        own = getattr(batch, attribute, None)
-        if isinstance(own, int):
-            return own
-        if isinstance(own, tuple) and own and isinstance(own[0], int):
-            return own[0]
-    sizes = set(_first_dimensions(batch))
-    if len(sizes) == 1:
-        return sizes.pop()
-    found = f"tensors of {sorted(sizes)} rows" if sizes else f"no tensors in a {_kind(batch)}"
+    own = own_count(batch)
+    if own is not None:
+        return own
+    rows: set[int] = set()
+    _add_rows(batch, rows)
+    if len(rows) == 1:
+        return rows.pop()
+    if batch is None or isinstance(batch, (int, float)) or getattr(batch, "shape", None) == ():
+        return 1
+    kind = type(batch).__name__
+    found = f"tensors of {sorted(rows)} rows" if rows else f"no tensors in a {kind}"
     raise DataError(
         f"Cannot tell how many samples weigh the epoch mean of {name!r}: the batch holds {found}. "
         "Pass self.log(…, batch_size=n), or define count_samples(self, batch) once on the Module."
     )
 
 
-def _kind(batch: Any) -> str:
-    return type(batch).__name__
+def own_count(batch: Any) -> int | None:
+    """Return the number of samples that a batch object says it has, or None."""
+    if isinstance(batch, Tensor) or type(batch) in (list, tuple, dict):
+        return None
+    for attribute in OWN_COUNTS:
+        own = getattr(batch, attribute, None)
+        if isinstance(own, int):
+            return own
+        if isinstance(own, tuple) and own and isinstance(own[0], int):
+            return own[0]
+    return None
 
 
-def _first_dimensions(batch: Any) -> Iterator[int]:
+def _add_rows(batch: Any, rows: set[int]) -> None:
+    """Add the first dimension of everything in ``batch`` that has one."""
     if isinstance(batch, Tensor):
         if batch.ndim:
-            yield batch.shape[0]
+            rows.add(batch.size(0))
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _first_dimensions(value)
+            _add_rows(value, rows)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from _first_dimensions(value)
+            _add_rows(value, rows)
     elif is_dataclass(batch):
         for field in fields(batch):
-            yield from _first_dimensions(getattr(batch, field.name))
-    elif (shape := getattr(batch, "shape", None)) is not None and len(shape):
-        yield int(shape[0])
+            _add_rows(getattr(batch, field.name), rows)
+    elif shape := getattr(batch, "shape", None):
+        rows.add(int(shape[0]))

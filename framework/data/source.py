@@ -10,13 +10,10 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ..errors import ConfigError, DataError
-from .combined import CombinedLoader
-
-END = object()
+from .combined import END, CombinedLoader, are_loaders
 
 
 @dataclass(slots=True)
@@ -89,33 +86,29 @@ class Source:
 
 def training_loader(loaders: Any) -> Any:
     """Return ``loaders`` as one iterable; a dict or list of loaders is read side by side."""
-    if isinstance(loaders, dict) or _are_loaders(loaders):
+    if isinstance(loaders, Mapping) or are_loaders(loaders):
         return CombinedLoader(loaders)
     if not isinstance(loaders, Iterable):
-        raise DataError(f"{loaders!r} is no loader of training batches: it cannot be iterated.")
+        raise DataError(_no_loader(loaders, "training"))
     return loaders
 
 
 def evaluation_loaders(loaders: Any, stage: str) -> list[Any]:
     """Return the loaders of an evaluation as a list, to be read one after the other."""
-    if isinstance(loaders, dict):
+    if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
-    elif not _are_loaders(loaders):
+    elif not are_loaders(loaders):
         loaders = [loaders]
     for loader in loaders:
-        if not isinstance(loader, Iterable):
-            raise DataError(f"{loader!r} is no loader of {stage} batches: it cannot be iterated.")
+        if not isinstance(loader, Iterable) or isinstance(loader, (str, Mapping)):
+            raise DataError(_no_loader(loader, stage))
     return list(loaders)
 
 
-def _are_loaders(given: Any) -> bool:
-    """Say if ``given`` is a list of loaders, and not a list of batches."""
-    if not isinstance(given, (list, tuple)):
-        return False
-    batches = (Tensor, Mapping, list, tuple, str, bytes)
-    return all(
-        isinstance(one, Iterable) and not isinstance(one, batches) and not hasattr(one, "dtype")
-        for one in given
+def _no_loader(given: object, stage: str) -> str:
+    return (
+        f"{given!r:.80} is no loader of {stage} batches. Pass a DataLoader, or anything else that "
+        "yields batches each time it is iterated."
     )
 
 
@@ -127,7 +120,9 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def limited(loader: Any, limit: int | float, name: str, stage: str) -> tuple[int | None, int | None]:
+def limited(
+    loader: Any, limit: int | float, name: str, stage: str
+) -> tuple[int | None, int | None]:
     """Return the batches of one pass, or None, and the limit for a loader without a length.
 
     Args:
@@ -142,7 +137,7 @@ def limited(loader: Any, limit: int | float, name: str, stage: str) -> tuple[int
     """
     length = length_of(loader)
     if length is None:
-        if isinstance(limit, float) and limit != 1.0:
+        if isinstance(limit, float) and limit not in (0.0, 1.0):
             raise ConfigError(
                 f"{name}={limit} is a share of the {stage} batches, and this loader has no "
                 "length. Pass a whole number of batches."
@@ -166,16 +161,22 @@ def limited(loader: Any, limit: int | float, name: str, stage: str) -> tuple[int
 
 def in_order(loader: Any) -> Any:
     """Return ``loader`` reading its data in order, for overfitting on the first batches."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+    if isinstance(loader, CombinedLoader):
+        combined = copy.copy(loader)
+        combined.loaders = [in_order(one) for one in loader.loaders]
+        return combined
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
-    if isinstance(loader.sampler, SequentialSampler):
+    if loader.batch_sampler is None or isinstance(loader.sampler, SequentialSampler):
         return loader
     # The user's loader is never rebuilt: a shallow copy gets another batch sampler.
     ordered = copy.copy(loader)
     sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     batch_size = loader.batch_size or 1
     object.__setattr__(ordered, "sampler", sampler)
-    object.__setattr__(ordered, "batch_sampler", BatchSampler(sampler, batch_size, loader.drop_last))
+    object.__setattr__(
+        ordered, "batch_sampler", BatchSampler(sampler, batch_size, loader.drop_last)
+    )
     return ordered
 
 

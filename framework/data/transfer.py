@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -28,21 +29,42 @@ def move(batch: Any, device: torch.device) -> Any:
 def mapped(data: Any, change: Callable[[Any], Any], wanted: Callable[[Any], bool]) -> Any:
     """Return ``data`` with ``change`` applied to each of its parts that is ``wanted``.
 
-    Looks into mappings, sequences, named tuples and dataclasses, whose types are kept. Anything
-    else stays the same object.
+    Looks into mappings, lists, tuples and dataclasses, which are copied and keep their types.
+    Anything else stays the same object.
     """
-    if isinstance(data, Tensor) or wanted(data):
-        return change(data) if wanted(data) else data
+    if wanted(data):
+        return change(data)
     if isinstance(data, Mapping):
-        items = {key: mapped(value, change, wanted) for key, value in data.items()}
-        return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(mapped(value, change, wanted) for value in data))
+        return _with_items(data, {key: mapped(data[key], change, wanted) for key in data})
     if isinstance(data, (list, tuple)):
-        return type(data)([mapped(value, change, wanted) for value in data])
+        return _with_parts(data, [mapped(value, change, wanted) for value in data])
     if is_dataclass(data) and not isinstance(data, type):
-        changes = {
-            f.name: mapped(getattr(data, f.name), change, wanted) for f in fields(data) if f.init
-        }
-        return replace(data, **changes)
+        changed = copy.copy(data)
+        for field in fields(data):
+            # A frozen one is filled too, and none is made again from arguments it no longer has.
+            value = mapped(getattr(data, field.name), change, wanted)
+            object.__setattr__(changed, field.name, value)
+        return changed
     return data
+
+
+def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(data) is dict:
+        return items
+    if not isinstance(data, MutableMapping):
+        return type(data)(items)  # type: ignore[call-arg]
+    changed = copy.copy(data)
+    changed.update(items)
+    return changed
+
+
+def _with_parts(data: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    if type(data) is list:
+        return parts
+    if hasattr(data, "_fields"):
+        return type(data)(*parts)
+    if isinstance(data, tuple):
+        return type(data)(parts)
+    changed = copy.copy(data)
+    changed[:] = parts
+    return changed
