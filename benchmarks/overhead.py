@@ -13,77 +13,26 @@ file must hold every value that was due, or the benchmark fails: nothing is save
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import platform
-import pty
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+import others
 import torch
 from leyden import Callback, Module, Trainer
+from screen import terminal
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from workload import STEPS, Clock, loader, network
 
-STEPS, WARM_UP, SHORT_EPOCH = 1000, 50, 10
-WIDTH, BATCH = 256, 64
-
-
-class Batches(Dataset):
-    """The same few batches over and over: data costs next to nothing."""
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.batches = [
-            (
-                torch.randn(BATCH, 64, generator=generator),
-                torch.randint(10, (BATCH,), generator=generator),
-            )
-            for _ in range(10)
-        ]
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int):
-        return self.batches[index % 10]
-
-
-def loader(length: int) -> DataLoader:
-    return DataLoader(Batches(length), batch_size=None)
-
-
-def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
-    )
-
-
-class Clock:
-    """Notes when the step was entered after the warm-up and for the last time."""
-
-    def __init__(self) -> None:
-        self.count, self.first, self.last = 0, 0.0, 0.0
-
-    def tick(self) -> None:
-        self.count += 1
-        self.last = time.perf_counter()
-        if self.count == WARM_UP:
-            self.first = self.last
-
-    def per_step(self) -> float:
-        return (self.last - self.first) / (self.count - WARM_UP) * 1e6
+SHORT_EPOCH = 10
 
 
 class Net(Module):
@@ -184,111 +133,10 @@ def check_events(folder: str, module: Net, steps: int) -> None:
             )
 
 
-class Screen:
-    """The far end of a pseudo-terminal: reads what is drawn and counts redraws."""
-
-    def __init__(self, master: int, stream) -> None:
-        self.redraws, self._master, self._stream = 0, master, stream
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                drawn = os.read(self._master, 65536)
-            except OSError:
-                return
-            self.redraws += b"it/s" in drawn
-
-    def close(self) -> None:
-        if not self._stream.closed:
-            self._stream.close()
-            self._thread.join(5)
-            os.close(self._master)
-
-
-@contextmanager
-def terminal() -> Iterator[Screen]:
-    """Make standard output a terminal inside the block."""
-    master, slave = pty.openpty()
-    stream, before = os.fdopen(slave, "w"), sys.stdout
-    screen = Screen(master, stream)
-    sys.stdout = stream
-    os.environ.update(COLUMNS="120", TERM="xterm-256color")
-    try:
-        yield screen
-    finally:
-        sys.stdout = before
-        screen.close()
-
-
-def lightning(values: int, **choices) -> float:
-    import pytorch_lightning as pl
-
-    class Lit(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.loss, self.clock = network(), nn.CrossEntropyLoss(), Clock()
-
-        def training_step(self, batch, batch_idx):
-            self.clock.tick()
-            x, y = batch
-            loss = self.loss(self.net(x), y)
-            for i in range(values):
-                self.log(f"train/value_{i}", loss, prog_bar=i == 0)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    module = Lit()
-    with tempfile.TemporaryDirectory() as folder, terminal():
-        trainer = pl.Trainer(
-            max_epochs=1,
-            default_root_dir=folder,
-            accelerator="cpu",
-            enable_model_summary=False,
-            **choices,
-        )
-        trainer.fit(module, loader(STEPS))
-    return module.clock.per_step()
-
-
-def fabric() -> float:
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    net, loss_of, clock = network(), nn.CrossEntropyLoss(), Clock()
-    net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
-    for x, y in fabric.setup_dataloaders(loader(STEPS)):
-        clock.tick()
-        optimizer.zero_grad()
-        loss = loss_of(net(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-    return clock.per_step()
-
-
-def accelerate() -> float:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    net, loss_of, clock = network(), nn.CrossEntropyLoss(), Clock()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    net, optimizer, data = accelerator.prepare(net, optimizer, loader(STEPS))
-    for x, y in data:
-        clock.tick()
-        optimizer.zero_grad()
-        loss = loss_of(net(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-    return clock.per_step()
-
-
 def variants() -> dict[str, tuple[Callable[[], float], str]]:
     """Every row: what runs, and the row it is compared with."""
     short = STEPS // SHORT_EPOCH
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    window = "bare loop, window 4, clipping"
     rows: dict[str, tuple[Callable[[], float], str]] = {
         "bare loop": (lambda: bare(1, STEPS), "bare loop"),
         "leyden, nothing attached": (lambda: leyden(Net(), 1, STEPS), "bare loop"),
@@ -298,10 +146,10 @@ def variants() -> dict[str, tuple[Callable[[], float], str]]:
         "leyden, 8 callbacks": (
             lambda: leyden(Net(), 1, STEPS, callbacks=[Listener() for _ in range(8)]), "bare loop",
         ),
-        "bare loop, window 4, clipping": (lambda: bare(1, STEPS, 4, 1.0), "bare loop, window 4, clipping"),
+        window: (lambda: bare(1, STEPS, 4, 1.0), window),
         "leyden, window 4, clipping": (
             lambda: leyden(Net(), 1, STEPS, accumulate_grad_batches=4, gradient_clip_val=1.0),
-            "bare loop, window 4, clipping",
+            window,
         ),
         "bare loop, epochs of 10": (lambda: bare(short, SHORT_EPOCH), "bare loop, epochs of 10"),
         "leyden, nothing attached, epochs of 10": (
@@ -311,17 +159,7 @@ def variants() -> dict[str, tuple[Callable[[], float], str]]:
             lambda: with_defaults(Net(1), short, SHORT_EPOCH), "bare loop, epochs of 10",
         ),
     }  # fmt: skip
-    others = {
-        "pytorch_lightning": {
-            "pytorch-lightning, nothing attached": lambda: lightning(0, **off),
-            "pytorch-lightning, defaults, 1 value": lambda: lightning(1),
-        },
-        "lightning_fabric": {"lightning-fabric": fabric},
-        "accelerate": {"accelerate": accelerate},
-    }
-    for package, found in others.items():
-        if importlib.util.find_spec(package) is not None:
-            rows |= {name: (run, "bare loop") for name, run in found.items()}
+    rows |= {name: (run, "bare loop") for name, run in others.installed().items()}
     return rows
 
 
@@ -373,7 +211,7 @@ def seconds(code: str) -> float:
 
 def start_up() -> str:
     """Return the rows about importing and the first step."""
-    timed = "import time, torch\nstarted = time.perf_counter()\n{}\nprint(time.perf_counter() - started)"
+    timed = "import time, torch\nt = time.perf_counter()\n{}\nprint(time.perf_counter() - t)"
     here = str(Path(__file__).parent)
     first = FIRST_STEP.format(here=here, run="overhead.bare(1, 51)")
     fit = FIRST_STEP.format(here=here, run="overhead.first_fit()")

@@ -101,8 +101,8 @@ def names_page() -> str:
     return f"""{NOTE.format(source="the registries")}
 # Names
 
-What comes with leyden, as in `Trainer(precision="bf16-mixed", logger="csv")`. `leyden plugins` lists
-these together with what installed packages add.
+What comes with leyden, as in `Trainer(precision="bf16-mixed", logger="csv")`. `leyden plugins`
+lists these together with what installed packages add.
 
 {chr(10).join(sections)}"""
 

@@ -179,8 +179,9 @@ class Computed:
 
 def is_metric(value: object) -> bool:
     """Say if ``value`` reduces by itself, as torchmetrics' objects do; a collection is several."""
-    methods = ("update", "compute", "reset")
-    return all(hasattr(value, name) for name in methods) and not hasattr(value, "items")
+    kind = type(value)
+    methods = hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(kind, "reset")
+    return methods and not hasattr(kind, "items")
 
 
 def number_of(name: str, value: Any) -> Tensor | float:

@@ -114,9 +114,7 @@ def _check_closure(run: Run) -> None:
             )
 
 
-def _step_through_module(
-    run: Run, _: Optimizer, closure: Callable[[], Any] = lambda: None
-) -> bool:
+def _step_through_module(run: Run, _: Optimizer, closure: Callable[[], Any] = lambda: None) -> bool:
     """Let the Module's own ``optimizer_step`` decide, and return whether it updated."""
     optimizer = run.loop_optimizers[0]
     optimizer.updates = 0

@@ -198,23 +198,22 @@ def test_a_window_of_zero_weight_changes_nothing():
     assert module.w.item() == 1.0
 
 
-def test_weights_for_some_batches_only_are_refused():
-    for first in (0, 1):
+@pytest.mark.parametrize("weighted", [0, 1])
+def test_weights_for_some_batches_only_are_refused(weighted):
+    class Sometimes(Weighted):
+        def training_step(self, batch, batch_idx):
+            result = super().training_step(batch, batch_idx)
+            return result if batch_idx == weighted else result["loss"]
 
-        class Sometimes(Weighted):
-            def training_step(self, batch, batch_idx):
-                result = super().training_step(batch, batch_idx)
-                return result if batch_idx == first else result["loss"]
-
-        with pytest.raises(ModuleError, match="'weight' for some batches of an optimizer step and"):
-            fitted(Sometimes(), [torch.ones(1), torch.ones(1)])
+    with pytest.raises(ModuleError, match="'weight' for some batches of an optimizer step and"):
+        fitted(Sometimes(), [torch.ones(1), torch.ones(1)])
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2), "3", [3]])
 def test_a_weight_that_is_no_number_is_refused(weight):
     module = Weighted()
     module.as_weight = lambda n: weight
-    with pytest.raises(ModuleError, match="returned the weight .* a number, or a tensor of shape"):
+    with pytest.raises(ModuleError, match=r"returned the weight .* a number, or a tensor of shape"):
         fitted(module, [torch.ones(1)])
 
 
@@ -265,5 +264,5 @@ def test_zero_grad_happens_once_a_window():
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2"])
 def test_accumulate_grad_batches_must_be_a_whole_number(value):
-    with pytest.raises(ConfigError, match="accumulate_grad_batches=.*at least 1"):
+    with pytest.raises(ConfigError, match=r"accumulate_grad_batches=.*at least 1"):
         Trainer(accumulate_grad_batches=value)

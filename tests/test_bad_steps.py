@@ -67,7 +67,9 @@ def test_what_is_no_loss_is_refused(returns, shown, kind):
     [lambda w, batch: (w * batch).detach(), lambda w, batch: {"loss": batch * 2}],
 )
 def test_a_loss_that_depends_on_nothing_is_refused(returns, kind):
-    with pytest.raises(ModuleError, match="returned a loss that depends on no parameter. .*detach"):
+    with pytest.raises(
+        ModuleError, match=r"returned a loss that depends on no parameter. .*detach"
+    ):
         fitted(kind(returns))
 
 

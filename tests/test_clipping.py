@@ -149,12 +149,12 @@ def test_zero_and_none_do_not_clip(value):
 
 @pytest.mark.parametrize("value", [-1.0, "much", math.nan])
 def test_the_value_must_be_above_zero(value):
-    with pytest.raises(ConfigError, match="gradient_clip_val=.* must be a number above 0"):
+    with pytest.raises(ConfigError, match=r"gradient_clip_val=.* must be a number above 0"):
         Trainer(gradient_clip_val=value)
 
 
 def test_the_algorithm_is_norm_or_value():
-    with pytest.raises(ConfigError, match="gradient_clip_algorithm='nrom'.*Did you mean 'norm'"):
+    with pytest.raises(ConfigError, match=r"gradient_clip_algorithm='nrom'.*Did you mean 'norm'"):
         Trainer(gradient_clip_algorithm="nrom")
 
 
@@ -165,7 +165,7 @@ def test_the_algorithm_is_checked_where_the_module_clips_too():
         ):
             self.clip_gradients(optimizer, 1.0, "values")
 
-    with pytest.raises(ConfigError, match="gradient_clip_algorithm='values'.*'value'"):
+    with pytest.raises(ConfigError, match=r"gradient_clip_algorithm='values'.*'value'"):
         fitted(Own())
 
 

@@ -62,7 +62,10 @@ SHAPES = {
     "two lists, no schedule": (lambda m: ([sgd(m)], []), 0),
     "a dict": (lambda m: {"optimizer": sgd(m)}, 0),
     "a dict without schedule": (lambda m: {"optimizer": sgd(m), "lr_scheduler": None}, 0),
-    "a dict with schedule": (lambda m: {"optimizer": (o := sgd(m)), "lr_scheduler": StepLR(o, 1)}, 1),
+    "a dict with schedule": (
+        lambda m: {"optimizer": (o := sgd(m)), "lr_scheduler": StepLR(o, 1)},
+        1,
+    ),
     "a dict with settings": (in_dict, 1),
     "a list of dicts": (lambda m: [in_dict(m)], 1),
 }
@@ -186,13 +189,15 @@ def test_several_optimizers_need_manual_optimization():
     def configured(module):
         return [SGD([parameter], lr=0.1) for parameter in module.parameters()]
 
-    with pytest.raises(ModuleError, match="Net has 2 optimizers.* self.automatic_optimization = F"):
+    with pytest.raises(
+        ModuleError, match=r"Net has 2 optimizers.* self.automatic_optimization = F"
+    ):
         fitted(Net(configured))
 
 
 def test_an_optimizer_over_nothing_is_refused():
     for parameters in ([], [{"params": []}]):
-        with pytest.raises(ModuleError, match="no parameters. .*self.parameters"):
+        with pytest.raises(ModuleError, match=r"no parameters. .*self.parameters"):
             fitted(Net(lambda module, chosen=parameters: SGD(chosen, lr=0.1)))
 
 
@@ -220,7 +225,7 @@ def test_a_parameter_that_no_optimizer_holds_is_named_once():
 def test_of_many_parameters_that_no_optimizer_holds_five_are_named():
     module = Net(lambda module: SGD(module.layer.parameters(), lr=0.1))
     module.rest = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
-    with pytest.warns(UserWarning, match=r"holds rest\.0\.weight, .*rest\.2\.weight and 3 more, so"):
+    with pytest.warns(UserWarning, match=r"rest\.0\.weight, .*rest\.2\.weight and 3 more, so"):
         fitted(module)
 
 

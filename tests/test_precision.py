@@ -239,5 +239,5 @@ def test_a_dtype_that_cannot_be_mixed_is_refused():
 
 
 def test_a_misspelt_precision_names_the_closest():
-    with pytest.raises(ConfigError, match="'bf16mixed'.* Did you mean 'bf16-mixed'"):
+    with pytest.raises(ConfigError, match=r"'bf16mixed'.* Did you mean 'bf16-mixed'"):
         Trainer(precision="bf16mixed")

@@ -1,4 +1,4 @@
-"""A resumed training continues as if it had never stopped, and a second fit where the first ended."""
+"""A resumed training goes on as if it had never stopped, and a second fit where one ended."""
 
 import logging
 import math
@@ -86,7 +86,7 @@ def fitted(module, data=None, ckpt_path=None, **options):
         enable_model_summary=False,
         **{"enable_checkpointing": False, "max_epochs": 3, **options},
     )
-    trainer.fit(module, data or loader(), ckpt_path=ckpt_path)
+    trainer.fit(module, loader() if data is None else data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -187,18 +187,39 @@ def test_a_second_epoch_resumed_half_way_keeps_its_own_order(tmp_path):  # accel
     assert [row[3] for row in module.seen[:10]] != [row[3] for row in module.seen[10:20]]
 
 
-def test_a_stream_is_resumed_at_its_place(tmp_path):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            for index in torch.randperm(10).tolist():
-                yield torch.full((2, 4), float(index)), torch.ones(2, 1)
+class Stream(IterableDataset):
+    """Ten batches in an order drawn anew each time."""
 
+    def __iter__(self):
+        for index in torch.randperm(10).tolist():
+            yield torch.full((2, 4), float(index)), torch.ones(2, 1)
+
+
+def test_a_stream_is_resumed_at_its_place(tmp_path):
     path, unbroken, module = tmp_path / "stream.ckpt", seeded(Net, 7), seeded(Net, 8)
     save = SaveWhen(path, "step", epoch=1, batch=4)
     expected = state_of(fitted(unbroken, DataLoader(Stream(), None), callbacks=save, **options()))
     found = state_of(fitted(module, DataLoader(Stream(), None), ckpt_path=path, **options()))
     assert module.seen == unbroken.seen[14:]
     assert_same(found, expected)
+
+
+def test_a_stream_that_draws_each_batch_is_resumed_at_its_place(tmp_path):
+    class Noisy(Stream):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                yield x + torch.rand(4), y
+
+    class Still(Net):
+        def training_step(self, batch, batch_idx):
+            self.eval()  # nothing but the data draws
+            return super().training_step(batch, batch_idx)
+
+    path, unbroken, module = tmp_path / "noisy.ckpt", seeded(Still, 7), seeded(Still, 8)
+    save = SaveWhen(path, "step", epoch=1, batch=4)
+    fitted(unbroken, DataLoader(Noisy(), None), callbacks=save)
+    fitted(module, DataLoader(Noisy(), None), ckpt_path=path)
+    assert module.seen == unbroken.seen[14:]
 
 
 def test_several_optimizers_stepped_by_hand_are_resumed(tmp_path):
@@ -217,11 +238,11 @@ def test_several_optimizers_stepped_by_hand_are_resumed(tmp_path):
             return [torch.optim.Adam(self.net[part].parameters()) for part in (0, 2)]
 
     path, mixed = tmp_path / "two.ckpt", {"precision": "16-mixed"}
-    unbroken, module = seeded(Two, 7), seeded(Two, 8)
     save = SaveWhen(path, "batch end", epoch=1, batch=3)
-    expected = fitted(unbroken, callbacks=save, **mixed)
-    found = fitted(module, ckpt_path=path, **mixed)
-    assert_same(state_of(found), state_of(expected))
+    expected = fitted(seeded(Two, 7), callbacks=save, **mixed)
+    expected_state = state_of(expected)
+    found = fitted(seeded(Two, 8), ckpt_path=path, **mixed)
+    assert_same(state_of(found), expected_state)
     assert_same(found.optimizers[1].state_dict(), expected.optimizers[1].state_dict())
 
 
@@ -265,7 +286,7 @@ def test_another_number_of_optimizers_is_refused(tmp_path):
 
     trainer = fitted(Net(), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    with pytest.raises(CheckpointError, match="holds 2 schedulers and configure_optimizers.*0"):
+    with pytest.raises(CheckpointError, match=r"holds 2 schedulers and configure_optimizers.*0"):
         fitted(Plain(), ckpt_path=tmp_path / "one.ckpt")
 
 
@@ -315,8 +336,9 @@ def test_a_run_stopped_inside_an_epoch_stays_in_it_and_a_second_fit_finishes_it(
             if len(self.seen) == 12:
                 self.trainer.should_stop = "for a moment"
 
-    unbroken, module = seeded(Net, 7), seeded(Stops, 7)
+    unbroken = seeded(Net, 7)
     fitted(unbroken)
+    module = seeded(Stops, 7)
     trainer = fitted(module)
     assert (trainer.current_epoch, trainer.state.batch, trainer.global_step) == (1, 2, 12)
     assert trainer.state.stop == "for a moment"

@@ -183,7 +183,9 @@ def test_a_plateau_may_watch_the_step():
 
 def test_a_missing_metric_lists_those_there_are():
     module = Net(plateau, monitor="val/los")
-    with pytest.raises(ConfigError, match="'val/los'. Did you mean 'val/loss'.*train/loss, val/lo"):
+    with pytest.raises(
+        ConfigError, match=r"'val/los'. Did you mean 'val/loss'.*train/loss, val/lo"
+    ):
         fitted(module, batches(1), batches(1))
 
 

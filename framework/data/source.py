@@ -50,8 +50,11 @@ class Source:
         iterator = iter(self.loader)
         for _ in islice(iterator, start):
             pass
-        read = self._ahead if self.length is None else self._sized
-        return read(iterator, start)
+        if self.length is not None:
+            return self._sized(iterator, start)
+        ahead = islice(iterator, None if self.limit is None else self.limit - start)
+        # Read now: a resumed pass repeats what was drawn for it before its own draws go on.
+        return self._ahead(ahead, next(ahead, END))
 
     def _sized(self, iterator: Iterator[Any], start: int) -> Generator[tuple[Any, bool]]:
         assert self.length is not None, "batches() asks for this only where it is known"
@@ -71,10 +74,8 @@ class Source:
             wait.seconds += perf_counter() - asked
             yield batch, index == last
 
-    def _ahead(self, iterator: Iterator[Any], start: int) -> Generator[tuple[Any, bool]]:
+    def _ahead(self, ahead: Iterator[Any], batch: Any) -> Generator[tuple[Any, bool]]:
         wait, prepare = self.wait, self.prepare
-        ahead = islice(iterator, None if self.limit is None else self.limit - start)
-        batch = next(ahead, END)
         while batch is not END:
             asked = perf_counter()
             following = next(ahead, END)
