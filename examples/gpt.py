@@ -3,8 +3,9 @@
     python examples/gpt.py
     python examples/gpt.py --width 256 --layers 8 --max-epochs 20 --precision bf16-mixed
 
-The first takes a minute or two on two cores. Everything a project needs is on this page: data
-loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what `fit` leaves behind.
+The first takes a minute or two on two cores; the second is for a GPU. Everything a project needs is
+on this page: data loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what
+`fit` leaves behind.
 """
 
 import argparse

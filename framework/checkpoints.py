@@ -176,7 +176,7 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
             "This checkpoint holds weights alone, so training cannot go on from it. Load it with "
             f"{type(run.module).__name__}.load_from_checkpoint(path) to begin anew from them."
         )
-    restore_state(run, checkpoint)
+    restore_callbacks(run, checkpoint)
     states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     restore_optimizers(run, states, schedules, checkpoint.get("precision", {}))
     restore_window(run, checkpoint.get("window"))
@@ -189,12 +189,16 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
         run.datamodule.load_state_dict(encoding.decode(checkpoint["datamodule"]))
 
 
-def restore_state(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Take over the counters, and the state of every callback that is in the checkpoint."""
+def restore_counters(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Take over where training was, before loaders are made for it."""
     if "state" in checkpoint:
         run.state.restore(checkpoint["state"])
     else:
         run.state.epoch, run.state.step = checkpoint["epoch"], checkpoint["global_step"]
+
+
+def restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Take over the state of every callback that is in the checkpoint."""
     saved = dict(checkpoint.get("callbacks", {}))
     for key, callback in stateful(run.callbacks).items():
         if key in saved:
@@ -280,7 +284,7 @@ def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for callback in callbacks:
         # It may be empty now and full later.
-        if type(callback).state_dict is Callback.state_dict:
+        if getattr(callback.state_dict, "__func__", None) is Callback.state_dict:
             continue
         if callback.state_key in found:
             raise PluginError(

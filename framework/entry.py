@@ -200,8 +200,9 @@ def number_of(name: str, value: Any) -> Tensor | float:
     if hasattr(value, "__float__") and getattr(value, "size", 1) == 1:
         return float(value.item() if hasattr(value, "item") else value)
     hint = " Log the values of a dict with self.log_dict." if hasattr(value, "items") else ""
+    shown = repr(value).partition("\n")[0][:60]
     raise ModuleError(
-        f"self.log({name!r}, …) got {_kind(value)} {value!r:.60}. Log a number, a tensor with one "
+        f"self.log({name!r}, …) got {_kind(value)} {shown}. Log a number, a tensor with one "
         f"element, or an object with update(), compute() and reset().{hint}"
     )
 

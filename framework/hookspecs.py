@@ -8,7 +8,8 @@ transfer, the optimizer's step, data loaders) is in ``overrides.py``.
 A Module or a `Callback` implements a hook by defining a method of its name, and is called
 positionally: a Callback with the arguments written here, a Module without ``trainer`` and
 ``module``. Any other object marks its method with ``@hookimpl`` and takes any subset of the
-arguments, by name. To add an argument at the end is compatible; to remove or rename one is not.
+arguments, by name. An argument that a later version adds stands at the end and, like
+``dataloader_idx``, may be left out by a Callback; to remove or rename one breaks plugins.
 """
 
 from __future__ import annotations

@@ -107,15 +107,15 @@ def implementations(plugin: object, origin: str) -> list[Implementation]:
     if isinstance(plugin, Callback):
         refuse_unknown(plugin)
         refuse_unmarked(plugin, REGISTRATIONS)
-        plain: type | None = Callback
     else:
         # `setup` and `teardown` are common words; an unmarked one is not taken for a mistake.
         refuse_unmarked(plugin, {*HOOK_NAMES, *REGISTRATIONS} - {"setup", "teardown"})
-        plain = None
-    methods = _methods(plugin, plain)
-    return [
-        _implementation(plugin, *method, origin) for method in methods if method[0] in HOOK_NAMES
-    ]
+    found = [method for method in _methods(plugin, _plain(plugin)) if method[0] in HOOK_NAMES]
+    return [_implementation(plugin, *method, origin) for method in found]
+
+
+def _plain(plugin: object) -> type | None:
+    return Callback if isinstance(plugin, Callback) else None
 
 
 def registrations(plugin: object) -> list[tuple[str, Callable[[], Any]]]:
@@ -125,9 +125,7 @@ def registrations(plugin: object) -> list[tuple[str, Callable[[], Any]]]:
         PluginError: One of them asks for an argument, or is no plain function.
     """
     found = []
-    for hook, method, options in _methods(
-        plugin, Callback if isinstance(plugin, Callback) else None
-    ):
+    for hook, method, options in _methods(plugin, _plain(plugin)):
         if hook in REGISTRATIONS:
             check_kind(owner_of(plugin), hook, method, options)
             if options.get("wrapper"):

@@ -5,6 +5,7 @@ fit
     on_fit_start
     on_sanity_check_start, a few batches of validate, on_sanity_check_end
     on_train_start
+    at the start, if asked: validate, on_save_point("step")
     for each epoch
         on_train_epoch_start
         for each batch
@@ -28,6 +29,7 @@ fit
         on_train_epoch_end
         per-epoch schedules
         on_save_point("epoch")
+    at the end, if asked: validate
     on_save_point("end")
     on_train_end
     on_fit_end
@@ -62,7 +64,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .data.source import tell_epoch
-from .inference import forget_inference, without_inference
+from .inference import forget_inference
 from .metrics import Logged, Readings, to_floats
 from .rank_zero import rank_zero_info
 from .step import open_window, step_schedule, update, warn_of_unheld
@@ -80,8 +82,10 @@ def fit(run: Run) -> None:
     module.__dict__["_logged"] = run.metrics.train
     for hook in hooks.on_train_start:
         hook(trainer, module)
-    if "start" in run.validate_at and state.step == 0:
+    if "start" in run.validate_at and state.total_batches == 0:
         validate(run)
+        for hook in hooks.on_save_point:
+            hook(trainer, module, "step")
 
     begun_at = state.total_batches
     while not is_stopping(run):
@@ -319,7 +323,7 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
                 # The mode ends before the value leaves: the caller's code runs as it is written.
                 with evaluation.no_grad():
                     outputs = evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
-                yield dataloader_idx, without_inference(outputs)
+                yield dataloader_idx, outputs
                 del outputs
         with evaluation.no_grad():
             for hook in evaluation.on_epoch_end:

@@ -100,7 +100,7 @@ class TrainingHooks:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of ``loss``, already scaled where the precision scales."""
-        loss.backward(*args, **kwargs)
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step ``scheduler``, with the monitored ``metric`` where its config names one."""

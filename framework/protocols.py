@@ -82,7 +82,7 @@ class Precision(Protocol):
         """Give ``module``'s parameters and buffers their dtype, in place."""
 
     def convert_batch(self) -> Callable[[Any], Any] | None:
-        """Return what gives each tensor of a batch its dtype; None where batches stay as they are."""
+        """Return what gives a batch's tensors their dtype; None where they stay as they are."""
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` as it runs in this precision; itself where nothing changes."""

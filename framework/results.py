@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .inference import without_inference
 from .metrics import to_floats
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def streamed(predictions: Generator[tuple[int, Any]]) -> Iterator[Any]:
     """Yield each prediction as it is made; to close this ends the run that makes them."""
     with closing(predictions):
         for _, output in predictions:
-            yield output
+            yield without_inference(output)
             del output
 
 
@@ -56,7 +57,7 @@ def by_batch(predictions: Iterable[tuple[int, Any]], keep: bool) -> dict[int, li
     kept: dict[int, list[Any]] = defaultdict(list)
     for dataloader_idx, output in predictions:
         if keep:
-            kept[dataloader_idx].append(output)
+            kept[dataloader_idx].append(without_inference(output))
         del output
     return kept
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_value_
 
 from . import choices
 from .data.transfer import mapped
-from .errors import ConfigError, LeydenError
+from .errors import ConfigError, LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
 from .state import State
 
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from .run import Evaluation, Run
 
 
+GONE = {
+    "fit_loop": "trainer.state for the progress, and max_epochs and max_steps of the Trainer",
+    "validate_loop": "what trainer.validate returns, or trainer.callback_metrics",
+    "test_loop": "what trainer.test returns, or trainer.callback_metrics",
+    "predict_loop": "what trainer.predict returns",
+    "progress_bar_dict": "trainer.progress_bar_metrics",
+    "root_gpu": "trainer.strategy.device",
+    "gpus": "trainer.num_devices",
+    "tune": "a callback",
+}
+"""What Lightning's Trainer has or had, and where it is here."""
+
+
 class RunView:
     """Read-through properties: nothing here is kept twice."""
 
@@ -30,6 +43,10 @@ class RunView:
     _state: State
     is_running: bool = False
     """Whether a method of the Trainer is at work."""
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f" Use {GONE[name]}." if name in GONE else did_you_mean(name, dir(type(self)))
+        raise AttributeError(f"Trainer has no attribute {name!r}.{hint}")
 
     def _current(self) -> Run:
         if self._run is None:

@@ -79,8 +79,7 @@ def by_position(owner: str, hook: str, method: Callable[..., Any], offered: tupl
     keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if most < needed or least > len(offered) or keyword_only:
         raise PluginError(
-            f"{owner}.{hook}{signature} cannot be called: this hook passes {len(offered)} "
-            f"arguments by position: {', '.join(offered) or 'none'}. Take them all, under any "
-            "names."
+            f"{owner}.{hook}{signature} cannot take what this hook passes by position: "
+            f"({', '.join(offered)}). Define it with these arguments, under any names."
         )
     return ", ".join(offered[:most])

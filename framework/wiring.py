@@ -66,8 +66,6 @@ def assemble(trainer: Trainer, request: Request) -> Run:
     checkpointer = trainer.registry.resolved(
         "checkpointer", trainer.checkpointer_choice, Checkpointer
     )
-    strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
-    precision.connect(strategy.device)
     if request.ckpt_path is not None:
         request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
     callbacks = trainer.callbacks_for(module)
@@ -138,9 +136,11 @@ def wire(run: Run, request: Request) -> None:
     if run.datamodule is not None:
         run.datamodule.trainer = trainer
     check_steps(run, request)
+    run.strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    run.precision.connect(run.strategy.device)
     if request.compile_step is not None or has_compiled_parts(module):
         # What log keeps changes from step to step, and nothing may be compiled again for it.
-        module.__dict__["log"] = torch.compiler.disable(module.log)
+        module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
     run.hyperparameters = encoded_hyperparameters(run)
     open_loggers(run, request.checkpoint)
     for owner in (run.datamodule, module):
@@ -239,6 +239,8 @@ def wire_training(run: Run, request: Request) -> None:
     run.accumulate = trainer.accumulate_grad_batches
     run.losses = LossWatch(state, trainer.nonfinite_loss)
 
+    if request.checkpoint is not None:
+        checkpoints.restore_counters(run, request.checkpoint)
     run.train = read_train(run, request.loaders)
     if not module.training:
         rank_zero_warn(

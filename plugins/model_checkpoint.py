@@ -189,8 +189,10 @@ class ModelCheckpoint(Callback):
         if self.FILE_EXTENSION == ModelCheckpoint.FILE_EXTENSION:
             self.FILE_EXTENSION = trainer.checkpointer.extension
         state = trainer.state
-        # What a run begins with needs no saving: it is new, or comes from a checkpoint.
-        self._saved_batches, self._saved_step = state.total_batches, state.step
+        # What a run begins with needs no saving, unless it is scored: it is new, or was loaded.
+        is_scored = state.total_batches == 0 and self.monitor and "start" in trainer.validate_at
+        self._saved_batches = -1 if is_scored else state.total_batches
+        self._saved_step = state.step
         self._saved_elapsed = state.elapsed
         if state.total_batches == 0:
             self.best_k_models, self.last_model_path, self.current_score = {}, "", None

@@ -110,7 +110,9 @@ def test_the_framework_names_its_built_ins_in_one_tuple_and_nowhere_else():
         for path in files("framework")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if re.fullmatch(r"leyden\.(strategies|plugins|loggers|templates)[a-z0-9_.:]+", node.value)
+        if re.fullmatch(
+            r"leyden\.(strategies|plugins|loggers|templates)[a-z0-9_.]+(:\w+)?", node.value
+        )
     }
     assert named == {("manager.py", name) for name in BUILTIN}
 

@@ -57,16 +57,16 @@ REFUSED = {
     ),
     "too few arguments on a callback": (
         lambda: callback_with("on_train_start", lambda self, trainer: None),
-        "Mine.on_train_start(trainer) cannot be called: this hook passes 2 arguments by "
-        "position: trainer, module. Take them all, under any names.",
+        "Mine.on_train_start(trainer) cannot take what this hook passes by position: "
+        "(trainer, module). Define it with these arguments, under any names.",
     ),
     "too many arguments on a callback": (
         lambda: callback_with("on_before_zero_grad", lambda self, t, m, optimizer, index: None),
-        "Mine.on_before_zero_grad(t, m, optimizer, index) cannot be called",
+        "Mine.on_before_zero_grad(t, m, optimizer, index) cannot take what this hook passes",
     ),
     "a keyword that nobody passes": (
         lambda: callback_with("on_fit_start", lambda self, t, m, *, verbose: None),
-        "Mine.on_fit_start(t, m, *, verbose) cannot be called",
+        "Mine.on_fit_start(t, m, *, verbose) cannot take what this hook passes",
     ),
     "names registered by a callback": (
         lambda: callback_with("register_loggers", hookimpl(lambda self: {})),
@@ -208,6 +208,13 @@ def test_a_returned_value_is_refused_with_what_to_do_instead(kind):
     message = r"on_train_batch_start returned -1; a hook that is told returns nothing\. To end the "
     with pytest.raises(PluginError, match=message + r"epoch early, call trainer\.skip_epoch\(\)"):
         trainer.fit(Own() if kind == "module" else Regression(), batches(2))
+
+
+def test_a_hook_of_a_module_with_the_arguments_it_once_had_in_lightning_is_refused():
+    module = type("Own", (Regression,), {"on_train_epoch_end": lambda self, outputs: None})()
+    message = r"Own\.on_train_epoch_end\(outputs\) cannot take what .* by position: \(\)\. Define"
+    with pytest.raises(PluginError, match=message):
+        fit(module=module)
 
 
 def test_a_module_with_a_misspelt_hook_is_refused():

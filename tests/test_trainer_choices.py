@@ -138,3 +138,10 @@ def test_start_up_line_names_what_runs(caplog):
     line = next(m for m in caplog.messages if m.startswith("leyden "))
     for part in ("fit on cpu", "precision bf16-mixed", "single_device", "plugins none", "seed"):
         assert part in line
+
+
+def test_attributes_of_lightning_and_misspelt_ones_are_pointed_out():
+    with pytest.raises(AttributeError, match=r"no attribute 'fit_loop'. Use trainer.state"):
+        Trainer(logger=False).fit_loop  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Did you mean 'global_step'\?"):
+        Trainer(logger=False).globl_step  # noqa: B018

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from torch.utils.data import DataLoader
+
 from ..errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size"]
@@ -86,7 +88,7 @@ def are_loaders(given: Any) -> bool:
     """Say if ``given`` is a list of loaders, and not a list of batches."""
     if not isinstance(given, (list, tuple)) or not given:
         return False
-    return all(
+    return any(isinstance(one, DataLoader) for one in given) or all(
         isinstance(one, Iterable)
         and not isinstance(one, (Mapping, list, tuple, str, bytes))
         and not hasattr(one, "dtype")

@@ -15,6 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from ..errors import ConfigError, DataError
 from .combined import END, CombinedLoader, are_loaders
 
+NO_BATCH = (
+    "The loader gave no batch. Check its data set and sampler, and that it can be iterated more "
+    "than once: a generator cannot."
+)
+
 
 @dataclass(slots=True)
 class Wait:
@@ -45,7 +50,11 @@ class Source:
         """Begin a pass and return its ``(batch, is_last)`` from batch ``start`` on.
 
         With a known length each batch is fetched when it is asked for, so that data which depends
-        on training is fresh. Without one, reading one ahead tells which batch is the last.
+        on training is fresh. Without one, reading one ahead tells which batch is the last. The
+        length holds where the loader would give more.
+
+        Raises:
+            DataError: The pass gives no batch.
         """
         iterator = iter(self.loader)
         for _ in islice(iterator, start):
@@ -54,7 +63,10 @@ class Source:
             return self._sized(iterator, start)
         ahead = islice(iterator, None if self.limit is None else self.limit - start)
         # Read now: a resumed pass repeats what was drawn for it before its own draws go on.
-        return self._ahead(ahead, next(ahead, END))
+        first = next(ahead, END)
+        if first is END and start == 0:
+            raise DataError(NO_BATCH)
+        return self._ahead(ahead, first)
 
     def _sized(self, iterator: Iterator[Any], start: int) -> Generator[tuple[Any, bool]]:
         assert self.length is not None, "batches() asks for this only where it is known"
@@ -63,6 +75,8 @@ class Source:
             asked = perf_counter()
             batch = next(iterator, END)
             if batch is END:
+                if index == 0:
+                    raise DataError(NO_BATCH)
                 warnings.warn(
                     f"The loader's len() promised {self.length} batches and it gave {index}. The "
                     "epoch ends here; correct the loader's length.",

@@ -1,4 +1,4 @@
-"""For tests of Modules and plugins: a quiet Trainer, a small Module, and what every part must do."""
+"""For tests of Modules and plugins: a quiet Trainer, a small Module, and each part's contract."""
 
 from .contracts import check_precision as check_precision
 from .contracts import check_strategy as check_strategy
