@@ -27,10 +27,11 @@ from pathlib import Path
 
 import others
 import torch
-from leyden import Callback, Module, Trainer
 from screen import terminal
 from torch import nn
 from workload import STEPS, Clock, loader, network
+
+from leyden import Callback, Module, Trainer
 
 SHORT_EPOCH = 10
 

@@ -10,11 +10,12 @@ built-in precision by name, and a test on digits that training never saw. Takes 
 import argparse
 
 import torch
-from leyden import Module, Trainer, seed_everything
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from leyden import Module, Trainer, seed_everything
 
 
 class Digits(Module):

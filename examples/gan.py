@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from leyden import Module, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import Module, Trainer, seed_everything
 
 ANGLES = torch.arange(8) * (math.pi / 4)
 CENTRES = torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # (8, 2)

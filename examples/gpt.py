@@ -13,11 +13,12 @@ import math
 from pydoc_data.topics import topics
 
 import torch
-from leyden import Module, Trainer, seed_everything
-from leyden.plugins import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Module, Trainer, seed_everything
+from leyden.plugins import ModelCheckpoint
 
 
 class Block(nn.Module):

@@ -11,11 +11,12 @@ import argparse
 import math
 
 import torch
-from leyden import Module, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Module, Trainer, seed_everything
 
 
 class Maml(Module):

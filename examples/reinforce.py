@@ -10,10 +10,11 @@ import argparse
 import math
 
 import torch
-from leyden import Module, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Module, Trainer, seed_everything
 
 LONGEST = 200
 

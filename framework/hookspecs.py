@@ -21,10 +21,11 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from leyden.module import Module
-    from leyden.trainer import Trainer
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from leyden.module import Module
+    from leyden.trainer import Trainer
 
     Factory = Callable[..., Any] | str
 

@@ -93,9 +93,10 @@ def fit(run: Run) -> None:
     if state.total_batches == begun_at:
         rank_zero_info("Nothing was trained: %s.", state.stop)
 
-    is_due = "end" in run.validate_at and state.validated_batch != state.total_batches
-    if is_due and run.interrupted_by is None:
-        validate(run)
+    if run.interrupted_by is None:
+        send(run, run.metrics.finish(run.metrics.train))  # of an epoch left in its middle
+        if "end" in run.validate_at and state.validated_batch != state.total_batches:
+            validate(run)
     module.__dict__["_logged"] = None
     run.losses.read()
     for hook in hooks.on_save_point:
@@ -195,7 +196,7 @@ def end_epoch(run: Run) -> None:
     for hook in hooks.on_train_epoch_end:
         hook(trainer, module)
     send(run, run.metrics.finish(run.metrics.train))
-    if module.automatic_optimization:
+    if module.automatic_optimization and state.step:  # a schedule follows updates
         for config in run.schedulers:
             if config.interval == "epoch" and (state.epoch + 1) % config.frequency == 0:
                 step_schedule(run, config)

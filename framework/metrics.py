@@ -38,8 +38,9 @@ class Logged:
         self.suffix = ""
         self.in_batch = False
         self.batch: Any = None
-        """What values are weighed by, and its number of samples once that is known."""
+        """Whose samples epoch means are weighed by."""
         self.size: float | None = None
+        """How many those are, once counted."""
 
     def begin_loader(self, index: int, of: int) -> None:
         """Keep what is logged from here on apart from that of the other loaders."""

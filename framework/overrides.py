@@ -103,7 +103,7 @@ class TrainingHooks:
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step ``scheduler``, with the monitored ``metric`` where its config names one."""
+        """Step ``scheduler``, with ``metric`` where it is one that adapts to what it monitors."""
         if metric is None:
             scheduler.step()
         else:

@@ -16,6 +16,7 @@ from .errors import NonFiniteLossError
 from .metrics import Metrics
 from .optimizers import LoopOptimizer, SchedulerConfig
 from .protocols import Checkpointer, Logger, Precision, Strategy
+from .rank_zero import rank_zero_warn
 from .run_folder import RunFolder
 from .state import State
 
@@ -56,11 +57,13 @@ class LossWatch:
 
     def _skip(self, loss: Tensor) -> bool:
         finite = bool(torch.isfinite(loss))
-        self.state.nonfinite += not finite
+        if not finite:
+            self._count(1)
         return finite
 
     def _stop(self, loss: Tensor) -> bool:
-        if not self._skip(loss):
+        if not torch.isfinite(loss):
+            self.state.nonfinite += 1
             raise NonFiniteLossError(
                 f"The loss is {loss.item()} at batch {self.state.batch} of epoch "
                 f"{self.state.epoch}, after {self.state.step} steps. Lower the learning rate, clip "
@@ -72,7 +75,16 @@ class LossWatch:
         """Count the losses seen since the last read; waits for the device."""
         if self._unread:
             losses, self._unread = torch.stack(self._unread), []
-            self.state.nonfinite += int(losses.isfinite().logical_not().sum())
+            self._count(int(losses.isfinite().logical_not().sum()))
+
+    def _count(self, found: int) -> None:
+        if found and not self.state.nonfinite:
+            rank_zero_warn(
+                f"The loss became NaN or infinite before step {self.state.step + 1}. "
+                "trainer.state.nonfinite counts such losses; nonfinite_loss='skip' leaves their "
+                "batches out, and 'stop' raises at the first."
+            )
+        self.state.nonfinite += found
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 class State:
     """Progress of one run, in plain values, so that ``asdict`` is the checkpoint's format.
 
-    A *step* is a training iteration that updated weights. Iterations whose update the gradient
-    scaler or the non-finite policy skipped count in ``skipped``, not in ``step``.
+    A *step* is a training iteration that updated weights. Iterations whose update was
+    due and did not take place count in ``skipped``, not in ``step``.
     """
 
     epoch: int = 0
@@ -23,7 +23,8 @@ class State:
     step: int = 0
     """Iterations that updated weights."""
     skipped: int = 0
-    """Updates that were due and were skipped: scaler overflow, or a non-finite loss."""
+    """Updates that were due and did not take place: the gradients overflowed, every batch of the step
+    was left out, or the Module's ``optimizer_step`` did not step."""
     nonfinite: int = 0
     """Losses seen that were NaN or infinite."""
     optimizer_steps: list[int] = field(default_factory=list)

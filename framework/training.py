@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,11 @@ def _wire_manual(run: Run) -> None:
 def _wire_automatic(run: Run) -> None:
     module = run.module
     if not run.optimizers:
+        if run.max_epochs == inf and run.max_steps != inf:
+            raise ConfigError(
+                f"max_steps={run.max_steps} would never be reached: it counts optimizer steps, and "
+                "configure_optimizers() returned no optimizer. Pass max_epochs."
+            )
         rank_zero_warn(
             "configure_optimizers() returned no optimizer, so this fit runs its steps and trains "
             "nothing."

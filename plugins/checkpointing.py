@@ -13,6 +13,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+
 from leyden.errors import CheckpointError, ConfigError, did_you_mean
 
 

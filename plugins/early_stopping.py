@@ -8,9 +8,10 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from leyden.callback import Callback
 from leyden.errors import ConfigError
-from torch import Tensor
 
 from .monitored import checked_mode, missing
 

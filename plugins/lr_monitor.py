@@ -9,9 +9,10 @@ from leyden.callback import Callback
 from leyden.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from leyden.module import Module
     from leyden.trainer import Trainer
-    from torch.optim import Optimizer
 
 INTERVALS = ("step", "epoch")
 

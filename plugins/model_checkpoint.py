@@ -12,9 +12,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
+
 from leyden.callback import Callback
 from leyden.errors import ConfigError
-from torch import Tensor
 
 from .checkpoint_names import COUNTS, checked_template, fill, names_in
 from .checkpointing import link, local_path, make_folder

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from leyden.callback import Callback
 from leyden.errors import ConfigError
 from leyden.hookspecs import RunHooks, hookimpl

@@ -13,10 +13,11 @@ from .progress_text import Meter, begin_epoch, evaluation_meter, metric_texts, u
 from .terminal_region import TerminalRegion
 
 if TYPE_CHECKING:
-    from leyden.module import Module
-    from leyden.trainer import Trainer
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
+
+    from leyden.module import Module
+    from leyden.trainer import Trainer
 
 REDRAW_SECONDS = 0.1
 CHANGES_PER_SECOND = 5

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from leyden.callback import Callback
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
+
+from leyden.callback import Callback
 
 if TYPE_CHECKING:
     from leyden.module import Module

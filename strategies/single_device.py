@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from leyden.errors import ConfigError
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+
+from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
     from leyden.protocols import Precision

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, ModuleError, Trainer
-from leyden import Module as LeydenModule
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import Callback, ConfigError, ModuleError, Trainer
+from leyden import Module as LeydenModule
 
 
 class Scalar(LeydenModule):
@@ -249,6 +250,23 @@ def test_an_epoch_left_inside_a_window_steps_on_what_it_has():
     trainer = fitted(module, numbers(1, 3, 5, 7, 9), max_epochs=2)
     assert module.gradients == [2.0, 5.0] * 2
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
+
+
+def test_an_epoch_left_in_a_window_that_holds_nothing_does_not_open_the_next_one():
+    told = []
+
+    class Leaves(Picky):
+        def on_before_zero_grad(self, optimizer):
+            told.append((self.current_epoch, self.trainer.state.batch))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch == -1:
+                self.trainer.skip_epoch()
+
+    module = Leaves()
+    trainer = fitted(module, numbers(1, 3, -1, 7), max_epochs=2)
+    assert told == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    assert (module.gradients, trainer.state.skipped) == ([2.0, 2.0], 0)
 
 
 def test_zero_grad_happens_once_a_window():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from leyden.hook_names import HOOK_NAMES
 from leyden.manager import BUILTIN
 

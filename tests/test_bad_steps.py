@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from leyden import Callback, ModuleError, NonFiniteLossError, Trainer
 from leyden import Module as LeydenModule
-from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:The loss became NaN or infinite")
 
 
 class Scalar(LeydenModule):
@@ -119,6 +122,13 @@ def test_losses_that_are_not_finite_are_counted_and_trained_on():
     trainer = fitted(module, 1, math.nan, 1, math.inf)
     assert (trainer.state.nonfinite, trainer.state.skipped, trainer.global_step) == (4 - 1, 0, 4)
     assert module.w.isnan()
+
+
+@pytest.mark.parametrize("policy", ["continue", "skip"])
+def test_the_first_of_them_is_warned_of_once(policy):
+    with pytest.warns(UserWarning, match=r"became NaN or infinite before step .*'stop' r") as seen:
+        fitted(Scalar(), 1, math.nan, math.nan, 1, nonfinite_loss=policy, log_every_n_steps=1)
+    assert len(seen) == 1
 
 
 def test_they_are_counted_by_the_time_a_step_is_logged():

@@ -1,6 +1,7 @@
 """The state of callbacks in a checkpoint: each gets its own back, or an error says why not."""
 
 import pytest
+
 from leyden import Callback, PluginError
 from leyden.testing import Regression, batches, quiet_trainer
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from leyden.errors import CheckpointError
 from leyden.manager import Registry
 from leyden.protocols import Checkpointer

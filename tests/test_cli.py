@@ -4,6 +4,7 @@ import sys
 from importlib import metadata
 
 import pytest
+
 from leyden.cli import main
 
 

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, Module, Trainer
-from leyden.plugins import MixedPrecision
 from torch import nn
 from torch.amp import GradScaler
+
+from leyden import Callback, ConfigError, Module, Trainer
+from leyden.plugins import MixedPrecision
 
 
 class Plane(Module):
@@ -123,6 +124,7 @@ def test_configure_gradient_clipping_may_call_the_default():
     assert module.clipped == [[3.0, -3.5]]
 
 
+@pytest.mark.filterwarnings("ignore:The loss became NaN or infinite")
 def test_a_step_whose_gradients_overflow_is_skipped_clipped_or_not():
     class Overflowing(Plane):
         def training_step(self, batch, batch_idx):

@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import torch
-from leyden import Module, ModuleError, Trainer
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from leyden import ConfigError, Module, ModuleError, Trainer
 
 
 class Net(Module):
@@ -26,16 +27,15 @@ class Net(Module):
         return self.configured(self)
 
 
-def fitted(module, **options):
+def fitted(module, batches=1, **options):
     trainer = Trainer(
-        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": 1, **options},
     )
-    trainer.fit(module, [torch.ones(1, 1)])
+    trainer.fit(module, [torch.ones(1, 1)] * batches)
     return trainer
 
 
@@ -121,6 +121,20 @@ def test_several_dicts_give_several_optimizers():
     assert [config.opt_idx for config in trainer.lr_scheduler_configs] == [1]
 
 
+@pytest.mark.parametrize("as_settings", [False, True])
+def test_a_monitor_beside_the_scheduler_is_its_own(as_settings):
+    def configured(module):
+        schedule = ReduceLROnPlateau(optimizer := sgd(module))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "strict": False} if as_settings else schedule,
+            "monitor": "val/loss",
+        }
+
+    config = fitted(Net(configured, manual=True)).lr_scheduler_configs[0]
+    assert (config.monitor, config.reduce_on_plateau) == ("val/loss", True)
+
+
 @pytest.mark.parametrize("empty", [None, [], ([], [])])
 def test_no_optimizer_trains_nothing_and_says_so(empty):
     module = Net(lambda module: empty)
@@ -129,6 +143,11 @@ def test_no_optimizer_trains_nothing_and_says_so(empty):
         trainer = fitted(module)
     assert module.layer.weight.item() == before
     assert (trainer.global_step, trainer.state.total_batches, trainer.current_epoch) == (0, 1, 1)
+
+
+def test_steps_are_no_limit_where_there_is_no_optimizer():
+    with pytest.raises(ConfigError, match="max_steps=5 would never be reached.*Pass max_epochs"):
+        fitted(Net(lambda module: None), max_epochs=None, max_steps=5)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +256,26 @@ def test_a_frozen_parameter_needs_no_optimizer():
         fitted(module)
 
 
+class Lazy(Net):
+    """Makes a layer in its first forward, when the optimizer is already made."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(1, 1)
+        return self.late(super().training_step(batch, batch_idx).reshape(1)).mean()
+
+
 @pytest.mark.parametrize("every", [1, 50])
 def test_a_layer_made_in_forward_is_warned_of(every):
-    class Lazy(Net):
-        def training_step(self, batch, batch_idx):
-            if not hasattr(self, "late"):
-                self.late = nn.Linear(1, 1)
-            return self.late(super().training_step(batch, batch_idx).reshape(1)).mean()
-
     with pytest.warns(UserWarning, match=r"holds late\.weight, late\.bias.*not in forward") as seen:
         fitted(Lazy(sgd), log_every_n_steps=every)
     assert len(seen) == 1
+
+
+def test_it_is_warned_of_long_before_the_end_of_an_epoch():
+    with pytest.warns(UserWarning, match=r"holds late\.weight, late\.bias") as seen:
+        trainer = fitted(Lazy(sgd), batches=9, max_steps=4, log_every_n_steps=2)
+    assert (len(seen), trainer.current_epoch) == (1, 0)
 
 
 def test_the_optimizers_error_is_the_users_own_where_it_is_another():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from leyden.manager import Registry
 from leyden.strategies.single_device import SingleDevice
 from leyden.testing import check_precision, check_strategy

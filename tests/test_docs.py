@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from leyden import overrides
 from leyden.hook_names import HOOK_NAMES, LIGHTNING, REGISTRATIONS
 from leyden.manager import KINDS, Registry

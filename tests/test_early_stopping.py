@@ -4,10 +4,11 @@ import logging
 
 import pytest
 import torch
-from leyden import ConfigError, Module, Trainer
-from leyden.plugins import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
+
+from leyden import ConfigError, Module, Trainer
+from leyden.plugins import EarlyStopping, ModelCheckpoint
 
 NAN, INF = float("nan"), float("inf")
 

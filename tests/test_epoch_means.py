@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from leyden import DataError, Module
-from leyden.testing import quiet_trainer
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+
+from leyden import DataError, Module
+from leyden.testing import quiet_trainer
 
 Pair = namedtuple("Pair", "x y")
 

@@ -6,11 +6,12 @@ from collections import deque, namedtuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from leyden import Callback, ConfigError, DataError, LeydenError, Module, ModuleError
 from leyden.plugins import ModelCheckpoint
 from leyden.testing import Regression, batches, quiet_trainer
-from torch import nn
-from torch.utils.data import DataLoader
 
 A, B = [torch.tensor([1.0])], [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]
 
@@ -242,13 +243,13 @@ def test_a_fit_without_validation_data_does_not_validate():
 
 @pytest.mark.parametrize("loaders", [7, DataLoader, "data", [DataLoader([1]), 7]])
 def test_what_gives_no_batches_is_refused(loaders):
-    with pytest.raises(DataError, match="is no loader of test batches. Pass a DataLoader"):
+    with pytest.raises(DataError, match=r"is no loader of test batches\. Pass a DataLoader"):
         evaluated(loaders)
 
 
 def test_a_data_set_is_no_loader():
     dataset = torch.utils.data.TensorDataset(torch.ones(3))
-    with pytest.raises(DataError, match="TensorDataset.* is no loader of training batches"):
+    with pytest.raises(DataError, match=r"TensorDataset.* is no loader of training batches"):
         quiet_trainer().fit(Mean(), dataset)
 
 
@@ -259,7 +260,7 @@ def test_an_empty_loader_is_refused():
 
 def test_a_generator_that_is_used_up_is_an_error_and_no_silent_pass():
     generator = (batch for batch in B)
-    with pytest.raises(DataError, match="gave no batch.*iterated more than once"):
+    with pytest.raises(DataError, match=r"gave no batch.*iterated more than once"):
         quiet_trainer(num_sanity_val_steps=-1).fit(Mean(), A, generator)
 
 

@@ -4,11 +4,12 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
 from leyden import Callback, Module, hookimpl
 from leyden.hook_names import HOOK_NAMES
 from leyden.testing import Regression, batches, quiet_trainer
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 STAGES = ("fit", "validate", "test", "predict")
 

@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+
 from leyden import CheckpointError, ConfigError
 from leyden.plugins import FileCheckpointer
 

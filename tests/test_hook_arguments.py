@@ -5,6 +5,7 @@ import inspect
 import pluggy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from leyden import Callback, Module, hookimpl
 from leyden.hook_names import HOOK_NAMES
 from leyden.hookspecs import RunHooks

@@ -4,8 +4,9 @@ import inspect
 import re
 from pathlib import Path
 
-import leyden
 import torch
+
+import leyden
 from leyden import Callback, Trainer, hookimpl, loop
 from leyden.hook_names import HOOK_NAMES
 from leyden.loggers import CSVLogger

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
 from leyden.errors import CheckpointError, ConfigError
 from leyden.hparams import (
     HyperParameters,

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from leyden.errors import ConfigError
 from leyden.loggers import JSONLLogger
 

@@ -4,12 +4,13 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+
 from leyden import Callback, ConfigError, DataError, Module
 from leyden.data import CombinedLoader
 from leyden.plugins import ModelCheckpoint
 from leyden.testing import quiet_trainer
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 
 class Reads(Module):
@@ -202,7 +203,7 @@ def test_more_batches_than_promised_are_left():
 
 
 def test_a_promise_of_batches_where_there_is_none_is_an_error():
-    with pytest.raises(DataError, match="The loader gave no batch. Check its data set"):
+    with pytest.raises(DataError, match=r"The loader gave no batch\. Check its data set"):
         fitted(Promises(0, promised=3))
 
 
@@ -284,7 +285,7 @@ def test_what_cannot_be_read_side_by_side_is_refused(loaders, mode, error, messa
 
 def test_a_loader_that_cannot_begin_again_is_named():
     loader = CombinedLoader({"once": (n for n in range(2)), "long": range(3)})
-    with pytest.raises(DataError, match="Loader 'once' gives no batch.*more than once"):
+    with pytest.raises(DataError, match=r"Loader 'once' gives no batch.*more than once"):
         list(loader)
 
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from leyden import Callback, ConfigError, Module, ModuleError
 from leyden.testing import quiet_trainer
-from torch import nn
 
 VALUES = [torch.tensor([1.0, 3.0]), torch.tensor([4.0, 4.0]), torch.tensor([9.0])]
 """Batches of two, two and one sample, whose means are 2, 4 and 9."""
@@ -299,7 +300,7 @@ def test_step_values_are_refused_in_a_hook_that_runs_once_an_epoch():
     def on_train_epoch_end(self):
         self.log("x", 1.0, on_step=True)
 
-    with pytest.raises(ModuleError, match="once an epoch. Leave on_step out"):
+    with pytest.raises(ModuleError, match=r"once an epoch\. Leave on_step out"):
         fitted(on_train_epoch_end=on_train_epoch_end)
 
 
@@ -497,6 +498,12 @@ def test_with_accumulation_loggers_get_the_value_of_the_batch_that_closed_the_st
     data = [torch.tensor([float(n)]) for n in range(1, 6)]
     rows = recorded(tmp_path, data, None, {"accumulate_grad_batches": 2}, training_step=logs())
     assert [(step, row["x"]) for step, row in rows] == [(1, 2.0), (2, 4.0), (3, 5.0)]
+
+
+def test_an_epoch_left_in_its_middle_is_recorded_as_far_as_it_went(tmp_path):
+    choices = {"max_steps": 2, "log_every_n_steps": 9}
+    rows = recorded(tmp_path, VALUES, None, choices, training_step=logs(on_epoch=True))
+    assert rows == [(2, {"x_epoch": 3.0, "epoch": 0})]
 
 
 def test_a_value_logged_between_due_steps_is_sent_once_at_the_next(tmp_path):

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
 from leyden import Module, Trainer
 from leyden.errors import ConfigError
 from leyden.loggers.registry import register_loggers
 from leyden.protocols import Logger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 
 
 def points_of_csv(folder):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from leyden import ConfigError, Module, Trainer
-from leyden.plugins import LearningRateMonitor, ModelCheckpoint
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+
+from leyden import ConfigError, Module, Trainer
+from leyden.plugins import LearningRateMonitor, ModelCheckpoint
 
 
 class Scheduled(Module):

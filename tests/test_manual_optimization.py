@@ -5,15 +5,18 @@ import math
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, Module, ModuleError, NonFiniteLossError, Trainer
-from leyden.plugins import MixedPrecision
-from leyden.strategies.single_device import SingleDevice
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
+
+from leyden import Callback, ConfigError, Module, ModuleError, NonFiniteLossError, Trainer
+from leyden.plugins import MixedPrecision
+from leyden.strategies.single_device import SingleDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:The loss became NaN or infinite")
 
 
 class Two(Module):
@@ -314,6 +317,22 @@ def test_hooks_are_told_of_each_backward_and_step():
 
     fitted(One(steps), callbacks=Watch())
     assert told == ["loss 2", "gradient 2", "loss 3", "gradient 5", "step"]
+
+
+def test_hooks_see_gradients_of_a_step_by_hand_at_their_true_size():
+    seen = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            seen.append(module.w.grad.item())
+
+    def steps(module, batch, batch_idx):
+        module.manual_backward(module.w * 3.0)
+        module.optimizers().step()
+
+    precision = MixedPrecision(torch.float16, GradScaler("cpu", init_scale=4.0))
+    fitted(One(steps), callbacks=Watch(), precision=precision)
+    assert seen == [3.0]
 
 
 def test_the_optimizer_of_the_loop_is_one_in_every_other_way():

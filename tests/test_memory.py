@@ -6,9 +6,10 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+
 from leyden import Callback, Module
 from leyden.testing import quiet_trainer
-from torch import nn
 
 DATA = [torch.ones(2, 3)] * 200
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from leyden import Callback, Module, ModuleError
 from leyden.testing import quiet_trainer
-from torch import nn
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -148,7 +149,7 @@ def test_two_objects_under_one_name_are_refused():
     def step(module, batch):
         module.log("mean", torchmetrics.MeanMetric())
 
-    with pytest.raises(ModuleError, match="two metric objects in one epoch.*a name of its own"):
+    with pytest.raises(ModuleError, match=r"two metric objects in one epoch.*a name of its own"):
         validate(Metered(step=step))
 
 
@@ -278,7 +279,7 @@ def test_an_object_cannot_be_both_joint_and_apart():
         module.log("apart", module.metric)
         module.log("joint", module.metric, add_dataloader_idx=False)
 
-    with pytest.raises(ModuleError, match="'apart' for each loader.*Use two objects"):
+    with pytest.raises(ModuleError, match=r"'apart' for each loader.*Use two objects"):
         validate(Metered(step=step), {"a": A, "b": B})
 
 

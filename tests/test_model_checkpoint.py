@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from leyden import Callback, CheckpointError, ConfigError, Module, Trainer
-from leyden.plugins import EarlyStopping, FileCheckpointer, ModelCheckpoint, Timer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import Callback, CheckpointError, ConfigError, Module, Trainer
+from leyden.plugins import EarlyStopping, FileCheckpointer, ModelCheckpoint, Timer
 
 
 class Scored(Module):

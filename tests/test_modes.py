@@ -4,9 +4,10 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+
 from leyden import Callback, Module
 from leyden.testing import quiet_trainer
-from torch import nn
 
 DATA = [torch.ones(4, 2)] * 2
 

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 import torch
-from leyden import Module, ModuleError, Trainer
 from torch import nn
+
+from leyden import Module, ModuleError, Trainer
 
 
 class Net(Module):

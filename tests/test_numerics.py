@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from leyden import ConfigError, Module, ModuleError, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import ConfigError, Module, ModuleError, Trainer
 
 PRECISIONS = {
     "64-true": (torch.float64, None),
@@ -229,7 +230,7 @@ class LeastSquares(Module):
         return F.mse_loss(self.layer(x), y)
 
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=5)
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=2)
 
 
 def lbfgs_by_hand(module, data, autocast, clip):

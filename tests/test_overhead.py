@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from leyden import Callback, Module, Trainer
 from torch import nn
+
+from leyden import Callback, Module, Trainer
 
 FEW, MANY = 100, 300
 BATCHES = [torch.ones(8, 4)] * MANY

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from leyden import Callback, DataModule, Module, hookimpl
 from leyden.testing import Regression, batches, quiet_trainer
 

@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, Module, Trainer
-from leyden.plugins import MixedPrecision
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
+
+from leyden import Callback, ConfigError, Module, Trainer
+from leyden.plugins import MixedPrecision
 
 MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 TRUE = {
@@ -131,6 +132,18 @@ def test_skipped_steps_advance_neither_schedule_nor_step():  # PL #5558
     assert (state.total_batches, trainer.global_step) == (5, 3)
     assert module.rates == [0.001, 0.001, 0.001, 0.002, 0.003]
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+
+
+def test_an_epoch_whose_steps_are_all_skipped_leaves_its_schedule_alone():
+    class PerEpoch(Warming):
+        def configure_optimizers(self):
+            (optimizer,), (config,) = super().configure_optimizers()
+            return [optimizer], [config["scheduler"]]
+
+    module = PerEpoch()
+    trainer = fitted(module, batches(1), precision=overflowing(), max_epochs=4)
+    assert (trainer.global_step, trainer.state.skipped) == (2, 2)
+    assert module.rates == [0.001, 0.001, 0.001, 0.002]
 
 
 def test_skipped_steps_do_not_count_towards_max_steps():

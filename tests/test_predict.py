@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
-from leyden import Callback, Module
-from leyden.testing import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from leyden import Callback, Module
+from leyden.testing import quiet_trainer
 
 A, B = [torch.tensor([1.0])], [torch.tensor([2.0, 3.0]), torch.tensor([4.0])]
 

@@ -5,9 +5,10 @@ import time
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+
 from leyden import Callback, ConfigError, Module, Trainer
 from leyden.plugins import PyTorchProfiler, SimpleProfiler
-from torch.utils.data import DataLoader, Dataset
 
 WORK = 0.01
 

@@ -14,9 +14,10 @@ from time import monotonic
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
 from leyden import ConfigError, Module, Trainer
 from leyden.plugins import PlainProgress, RichProgress
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 
 class Line(Module):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch.distributed as dist
+
 from leyden.errors import ConfigError
 from leyden.rank_zero import (
     rank,

@@ -4,6 +4,7 @@ import re
 from unittest import mock
 
 import pytest
+
 from leyden import Callback, PluginError, hookimpl
 from leyden.plugins import Timer
 from leyden.testing import Regression, batches, quiet_trainer

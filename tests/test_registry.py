@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from leyden import Callback, ConfigError, PluginError, hookimpl
 from leyden.installed import installed
 from leyden.manager import KINDS, Registry

@@ -6,13 +6,16 @@ import random
 
 import pytest
 import torch
-from leyden import Callback, CheckpointError, Module, Trainer
-from leyden.plugins import MixedPrecision, ModelCheckpoint
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from leyden import Callback, CheckpointError, Module, Trainer
+from leyden.plugins import MixedPrecision, ModelCheckpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:The loss became NaN or infinite")
 
 
 def options():

@@ -9,9 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
+
 from leyden.errors import ConfigError
 from leyden.rng import capture, isolated, restore, seed_everything, worker_init
-from torch.utils.data import DataLoader, Dataset
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from leyden import ConfigError, Trainer
 from leyden.loggers import CSVLogger
 from leyden.run_folder import RunFolder

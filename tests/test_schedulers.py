@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, Module, Trainer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import Callback, ConfigError, Module, Trainer
 
 
 class Net(Module):

@@ -1,4 +1,6 @@
-"""A signal ends a run at its next step boundary, saved, with the code a shell expects (PL #19916)."""
+"""A signal ends a run at its next step boundary, saved, with the code a shell expects."""
+
+# PL #19916
 
 import signal
 import subprocess
@@ -8,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from leyden import Module, Trainer
 from torch import nn
+
+from leyden import Module, Trainer
 
 SCRIPT = """
 import os, signal, sys

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from leyden import Module, Trainer
-from leyden.plugins import MixedPrecision
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
+
+from leyden import Module, Trainer
+from leyden.plugins import MixedPrecision
 
 
 class Scalar(Module):
@@ -92,6 +93,7 @@ def test_an_optimizer_step_that_does_not_step_is_no_step():
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
+@pytest.mark.filterwarnings("ignore:The loss became NaN or infinite")
 def test_a_step_that_the_scaler_skips_is_no_step_through_an_override_either():
     class Overflows(WarmsUp):
         def training_step(self, batch, batch_idx):

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
+from torch import nn
+
 from leyden import Module, Trainer
 from leyden.plugins import ModelSummary
 from leyden.plugins.summary import summarize
-from torch import nn
 
 
 class Net(Module):

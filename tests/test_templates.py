@@ -8,6 +8,7 @@ from pathlib import Path
 
 import copier
 import pytest
+
 from leyden.cli import main
 from leyden.errors import ConfigError
 from leyden.manager import Registry

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from leyden import Module, Trainer
-from leyden.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -18,6 +16,9 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch import nn
 from torch.utils.data import DataLoader
+
+from leyden import Module, Trainer
+from leyden.loggers import TensorBoardLogger
 
 
 def scalars(folder):

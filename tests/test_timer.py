@@ -4,10 +4,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from leyden import Callback, ConfigError, Module, Trainer
-from leyden.plugins import ModelCheckpoint, Timer
 from torch import nn
 from torch.utils.data import DataLoader
+
+from leyden import Callback, ConfigError, Module, Trainer
+from leyden.plugins import ModelCheckpoint, Timer
 
 INSTANT, AGES = timedelta(microseconds=1), timedelta(days=1)
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from leyden import Callback, ConfigError, Module, Trainer
 from leyden.plugins import ModelCheckpoint
 from leyden.testing import quiet_trainer
-from torch import nn
-from torch.utils.data import DataLoader
 
 TEN = [torch.ones(1)] * 10
 

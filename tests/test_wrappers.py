@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+
 from leyden import Callback, PluginError, hookimpl
 from leyden.testing import Regression, batches, quiet_trainer
 

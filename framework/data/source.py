@@ -61,7 +61,7 @@ class Source:
             pass
         if self.length is not None:
             return self._sized(iterator, start)
-        ahead = islice(iterator, None if self.limit is None else self.limit - start)
+        ahead = islice(iterator, None if self.limit is None else max(0, self.limit - start))
         # Read now: a resumed pass repeats what was drawn for it before its own draws go on.
         first = next(ahead, END)
         if first is END and start == 0:

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from leyden.errors import ConfigError
 from torch import Tensor, nn
+
+from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
