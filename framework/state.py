@@ -23,7 +23,7 @@ class State:
     step: int = 0
     """Iterations that updated weights."""
     skipped: int = 0
-    """Updates that were due and did not take place: the gradients overflowed, every batch of the step
+    """Updates that were due and did not take place: gradients overflowed, every batch of the step
     was left out, or the Module's ``optimizer_step`` did not step."""
     nonfinite: int = 0
     """Losses seen that were NaN or infinite."""

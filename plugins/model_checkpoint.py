@@ -116,9 +116,7 @@ class ModelCheckpoint(Callback):
         self._has_said_missing = False
 
     def _check_choices(self) -> None:
-        intervals = {
-            name: value for name in INTERVALS if (value := getattr(self, name)) is not None
-        }
+        intervals = {n: value for n in INTERVALS if (value := getattr(self, n)) is not None}
         if len(intervals) > 1:
             raise ConfigError(
                 f"ModelCheckpoint takes one interval, not {' and '.join(intervals)}. Use a "

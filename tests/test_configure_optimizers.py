@@ -146,7 +146,7 @@ def test_no_optimizer_trains_nothing_and_says_so(empty):
 
 
 def test_steps_are_no_limit_where_there_is_no_optimizer():
-    with pytest.raises(ConfigError, match="max_steps=5 would never be reached.*Pass max_epochs"):
+    with pytest.raises(ConfigError, match=r"max_steps=5 would never be reached.*Pass max_epochs"):
         fitted(Net(lambda module: None), max_epochs=None, max_steps=5)
 
 

@@ -36,8 +36,8 @@ class Net(Module):
         print("teardown", self.trainer.global_step, flush=True)
 
 trainer = Trainer(
-    max_epochs=100, logger=False, enable_progress_bar=False, default_root_dir={folder!r}, name="run",
-    enable_model_summary=False, callbacks=[ModelCheckpoint(save_last=True)],
+    max_epochs=100, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir={folder!r}, name="run", callbacks=[ModelCheckpoint(save_last=True)],
 )
 trainer.fit(Net(), [torch.ones(2, 1)] * 50)
 print("the next line ran", trainer.interrupted, trainer.global_step)
