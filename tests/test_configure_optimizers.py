@@ -77,7 +77,7 @@ def test_every_shape_allowed_trains(shape):
     module = Net(configured)
     before = module.layer.weight.item()
     trainer = fitted(module)
-    assert module.layer.weight.item() == pytest.approx(before - 0.1)
+    assert module.layer.weight.item() == pytest.approx(before - 0.1, abs=1e-6)
     assert len(trainer.optimizers) == 1
     configs = trainer.lr_scheduler_configs
     assert [type(config.scheduler) for config in configs] == [StepLR] * schedules

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError, ModuleError
 from ..overrides import DataHooks
-from .source import Source, Wait, evaluation_loaders, in_order, limited, training_loader
+from .source import Source, Wait, evaluation_loaders, in_order, limited, seeded, training_loader
 from .transfer import mapped, move
 
 Prepare = Callable[[Any], Any]
@@ -105,7 +105,7 @@ def train_source(
     loaders: Any, limit: int | float, sequential: bool, prepare: Prepare | None, wait: Wait
 ) -> Source:
     """Return the source of training batches, its length known where the loader's is."""
-    loader = training_loader(loaders)
+    loader = seeded(training_loader(loaders))
     if sequential:
         loader = in_order(loader)
     length, cut = limited(loader, limit, "limit_train_batches", "training")
@@ -121,7 +121,7 @@ def evaluation_sources(
 ) -> list[Source]:
     """Return a source for each of an evaluation's loaders."""
     found = []
-    for index, loader in enumerate(evaluation_loaders(loaders, stage)):
+    for index, loader in enumerate(map(seeded, evaluation_loaders(loaders, stage))):
         if sequential:
             loader = in_order(loader)
         length, cut = limited(loader, limit, f"limit_{stage}_batches", stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from .. import rng
 from ..errors import ConfigError, DataError
 from .combined import END, CombinedLoader, are_loaders
 
@@ -193,6 +195,21 @@ def in_order(loader: Any) -> Any:
         ordered, "batch_sampler", BatchSampler(sampler, batch_size, loader.drop_last)
     )
     return ordered
+
+
+def seeded(loader: Any) -> Any:
+    """Return ``loader``, its workers seeded where ``seed_everything(workers=True)`` asked for it."""
+    if os.environ.get("LEYDEN_SEED_WORKERS") != "1":
+        return loader
+    if isinstance(loader, CombinedLoader):
+        parts = copy.copy(loader)
+        parts.loaders = [seeded(part) for part in loader.loaders]
+        return parts
+    if not isinstance(loader, DataLoader) or not loader.num_workers or loader.worker_init_fn:
+        return loader
+    copied = copy.copy(loader)
+    copied.worker_init_fn = rng.worker_init
+    return copied
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
