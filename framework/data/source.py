@@ -198,7 +198,7 @@ def in_order(loader: Any) -> Any:
 
 
 def seeded(loader: Any) -> Any:
-    """Return ``loader``, its workers seeded where ``seed_everything(workers=True)`` asked for it."""
+    """Return ``loader``, its workers seeded if ``seed_everything(workers=True)`` asked for it."""
     if os.environ.get("LEYDEN_SEED_WORKERS") != "1":
         return loader
     if isinstance(loader, CombinedLoader):
