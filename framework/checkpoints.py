@@ -6,18 +6,17 @@ A checkpoint is a dict that ``torch.load(weights_only=True)`` reads. ``state_dic
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from . import encoding, hparams, rng
-from .callback import Callback
-from .errors import CheckpointError, PluginError
+from .errors import CheckpointError, did_you_mean
 from .manager import Registry
+from .resume import clean, optimizer_state, stateful, window_state
 
 if TYPE_CHECKING:
     from .protocols import Checkpointer
@@ -46,18 +45,11 @@ OWN = frozenset(
     ]
 )
 """Every entry that leyden writes; others were added by ``on_save_checkpoint``."""
-COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a compiled part's parameters; never in a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """What a fit leaves in memory for the next fit of the same Module by the same Trainer."""
-
-    optimizers: list[dict[str, Any]]
-    schedulers: list[dict[str, Any]]
-    precision: dict[str, Any]
-    epoch_rng: dict[str, Any] | None
+SHAPE: dict[str, type] = {
+    **dict.fromkeys(("leyden", "state", "state_dict", "callbacks", "precision", "rng"), dict),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "loggers"), list),
+}
+"""What some entries are, which a damaged or foreign file may hold otherwise."""
 
 
 def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
@@ -72,7 +64,7 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
         run.losses.read()  # so that the count of those that are not finite is up to date
     checkpoint: dict[str, Any] = {
         "leyden": {"format": FORMAT, "version": metadata.version("leyden")},
-        "epoch": state.epoch,
+        "epoch": max(0, state.epoch - (state.batch == 0)),  # the one its last batch was of
         "global_step": state.step,
         "state": state.as_dict(),
         "state_dict": {clean(name): t for name, t in run.module.state_dict().items()},
@@ -81,7 +73,7 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
     }
     if not weights_only:
         checkpoint |= {
-            "optimizer_states": [optimizer.state_dict() for optimizer in run.optimizers],
+            "optimizer_states": [optimizer_state(run, optimizer) for optimizer in run.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "precision": run.precision.state_dict(),
             "callbacks": {
@@ -131,6 +123,12 @@ def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or a newer leyden wrote it.
     """
     checkpoint = checkpointer.load(path)
+    damaged = [n for n, kind in SHAPE.items() if not isinstance(checkpoint.get(n, kind()), kind)]
+    if damaged:
+        raise CheckpointError(
+            f"{path!r} is damaged: its {', '.join(map(repr, damaged))} is not what a Trainer saves."
+            " Use another checkpoint."
+        )
     written = checkpoint.get("leyden", {})
     if written.get("format", 0) > FORMAT:
         raise CheckpointError(
@@ -165,142 +163,6 @@ def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bo
         ) from error
 
 
-def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Take over everything but the weights, into a run that is wired and not begun.
-
-    Raises:
-        CheckpointError: The file holds weights alone, or another number of optimizers.
-    """
-    if "optimizer_states" not in checkpoint:
-        raise CheckpointError(
-            "This checkpoint holds weights alone, so training cannot go on from it. Load it with "
-            f"{type(run.module).__name__}.load_from_checkpoint(path) to begin anew from them."
-        )
-    restore_callbacks(run, checkpoint)
-    states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    restore_optimizers(run, states, schedules, checkpoint.get("precision", {}))
-    restore_window(run, checkpoint.get("window"))
-    run.epoch_rng = checkpoint.get("epoch_rng")
-    saved_rng = checkpoint.get("rng")
-    if saved_rng is not None:
-        rng.restore(saved_rng)
-        run.resumed_rng = saved_rng if run.state.batch else None
-    if run.datamodule is not None and "datamodule" in checkpoint:
-        run.datamodule.load_state_dict(encoding.decode(checkpoint["datamodule"]))
-
-
-def restore_counters(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Take over where training was, before loaders are made for it."""
-    if "state" in checkpoint:
-        run.state.restore(checkpoint["state"])
-    else:
-        run.state.epoch, run.state.step = checkpoint["epoch"], checkpoint["global_step"]
-
-
-def restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Take over the state of every callback that is in the checkpoint."""
-    saved = dict(checkpoint.get("callbacks", {}))
-    for key, callback in stateful(run.callbacks).items():
-        if key in saved:
-            callback.load_state_dict(encoding.decode(saved.pop(key)))
-    if left := sorted(key for key, state in saved.items() if state):
-        warnings.warn(
-            f"The checkpoint holds the state of callbacks this run does not have: "
-            f"{', '.join(left)}. It is left out; pass the same callbacks to take it over.",
-            stacklevel=2,
-        )
-
-
-def restore_optimizers(
-    run: Run,
-    states: Sequence[dict[str, Any]],
-    schedules: Sequence[dict[str, Any]],
-    precision: dict[str, Any],
-) -> None:
-    """Take over the states of optimizers, schedules and precision.
-
-    Raises:
-        CheckpointError: There are more or fewer of them than this run has.
-    """
-    for kind, saved, own in (
-        ("optimizers", states, run.optimizers),
-        ("schedulers", schedules, run.schedulers),
-    ):
-        if len(saved) != len(own):
-            raise CheckpointError(
-                f"The checkpoint holds {len(saved)} {kind} and configure_optimizers() returned "
-                f"{len(own)}. Return as many, or begin anew from the weights alone with "
-                "load_from_checkpoint."
-            )
-    for optimizer, state in zip(run.optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
-    for config, state in zip(run.schedulers, schedules, strict=True):
-        config.scheduler.load_state_dict(state)
-    run.precision.load_state_dict(precision)
-
-
-def window_state(run: Run) -> dict[str, Any] | None:
-    """Return what there is of an optimizer step that is not complete, or None between steps."""
-    window = run.window
-    if not window.used:
-        return None
-    gradients = [parameter.grad for parameter in run.parameters()]
-    return {
-        "divisor": window.divisor,
-        "used": window.used,
-        "weight": window.weight,
-        "gradients": gradients,
-    }
-
-
-def restore_window(run: Run, saved: dict[str, Any] | None) -> None:
-    """Take over the part of an optimizer step that the checkpoint was saved in."""
-    if saved is None:
-        return
-    window, device = run.window, run.strategy.device
-    window.open, window.divisor, window.used = True, saved["divisor"], saved["used"]
-    weight = saved["weight"]
-    window.weight = weight.to(device) if isinstance(weight, Tensor) else weight
-    for parameter, gradient in zip(run.parameters(), saved["gradients"], strict=True):
-        parameter.grad = None if gradient is None else gradient.to(device)
-
-
-def position(run: Run) -> Position:
-    """Return what the next fit of the same Module goes on from."""
-    return Position(
-        [optimizer.state_dict() for optimizer in run.optimizers],
-        [config.scheduler.state_dict() for config in run.schedulers],
-        run.precision.state_dict(),
-        run.epoch_rng,
-    )
-
-
-def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the callbacks that keep state, by their key.
-
-    Raises:
-        PluginError: Two have the same key, so that their states could not be told apart.
-    """
-    found: dict[str, Any] = {}
-    for callback in callbacks:
-        # It may be empty now and full later.
-        if getattr(callback.state_dict, "__func__", None) is Callback.state_dict:
-            continue
-        if callback.state_key in found:
-            raise PluginError(
-                f"Two callbacks would save their state under one key, {callback.state_key!r}. "
-                f"Give {type(callback).__name__} a state_key property that includes the settings "
-                "that tell the two apart."
-            )
-        found[callback.state_key] = callback
-    return found
-
-
-def clean(name: str) -> str:
-    """Return a parameter's name without what torch.compile adds to it."""
-    return name.replace(COMPILED, "")
-
-
 def rebuilt(
     cls: type[Any],
     path: Any,
@@ -316,6 +178,12 @@ def rebuilt(
     checkpoint = load(Registry().make("checkpointer", "file"), str(path))
     known = [*hparams.types_in_annotations(cls), *types]
     saved = hparams.decode(checkpoint.get("hyper_parameters", {}), known)
+    for name in set(arguments) - set(hparams.matching(cls.__init__, arguments)):
+        names = list(inspect.signature(cls.__init__).parameters)[1:]
+        raise CheckpointError(
+            f"load_from_checkpoint({name}=…): {cls.__name__}.__init__ has no such argument."
+            f"{did_you_mean(name, names)} Known: {', '.join(names) or 'none'}."
+        )
     saved.update(arguments)
     with rng.isolated():
         try:
@@ -326,7 +194,7 @@ def rebuilt(
                 " Pass what is missing to load_from_checkpoint, or call "
                 "self.save_hyperparameters() in __init__."
             ) from error
-        module.configure_model()
+        module._configure_once()
     module.on_load_checkpoint(checkpoint)
     restore_weights(module, checkpoint, module.strict_loading if strict is None else strict)
     if map_location is not None:

@@ -95,7 +95,7 @@ def batches(name: str, value: Any) -> int | float:
     """Return ``value`` if it is a number of batches, or a share of them from 0.0 to 1.0."""
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ConfigError(
             f"{name}={value!r} is no number of batches. Pass a whole number (10), or a share of "
             "all batches from 0.0 to 1.0 (0.25)."
@@ -103,8 +103,17 @@ def batches(name: str, value: Any) -> int | float:
     if isinstance(value, float) and value > 1.0:
         raise ConfigError(
             f"{name}={value!r} is a share of all batches and must be at most 1.0. Pass "
-            f"{int(value)} for that many batches."
+            f"{value // 1:.0f} for that many batches, or None for all."
         )
+    return value
+
+
+def switch(name: str, value: Any, default: bool = False) -> bool:
+    """Return ``value`` if it is True or False, and ``default`` for None."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is a switch. Pass True or False.")
     return value
 
 

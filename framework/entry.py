@@ -47,8 +47,8 @@ class Entry:
     """
 
     __slots__ = (
-        "epoch_name", "in_batch", "is_newest", "is_unsent", "metric", "name", "on_epoch", "on_step",
-        "options", "plain_name", "reduction", "step_name", "total", "value", "weight",
+        "epoch_name", "in_batch", "is_newest", "is_unsent", "metric", "name", "names", "on_epoch",
+        "on_step", "options", "plain_name", "reduction", "step_name", "total", "value", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,8 @@ class Entry:
         self.plain_name = name + suffix
         self.step_name = name + "_step" * both + suffix
         self.epoch_name = name + "_epoch" * both + suffix
+        self.names = {self.step_name} if self.on_step else set()
+        self.names |= {self.epoch_name} if self.on_epoch else set()
         self.value: Tensor | float | None = None
         """Of the last step."""
         self.is_unsent = self.is_newest = False

@@ -64,9 +64,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .data.source import tell_epoch
+from .errors import ModuleError
 from .inference import forget_inference
 from .metrics import Logged, Readings, to_floats
-from .rank_zero import rank_zero_info
+from .rank_zero import rank_zero_info, rank_zero_warn
 from .step import open_window, step_schedule, update, warn_of_unheld
 
 if TYPE_CHECKING:
@@ -88,8 +89,12 @@ def fit(run: Run) -> None:
             hook(trainer, module, "step")
 
     begun_at = state.total_batches
+    idle = 0
     while not is_stopping(run):
+        steps_before = state.step
         train_epoch(run)
+        idle = idle + 1 if state.step == steps_before else 0
+        refuse_standstill(run, idle)
     if state.total_batches == begun_at:
         rank_zero_info("Nothing was trained: %s.", state.stop)
 
@@ -105,6 +110,19 @@ def fit(run: Run) -> None:
         hook(trainer, module)
     for hook in hooks.on_fit_end:
         hook(trainer, module)
+
+
+def refuse_standstill(run: Run, epochs: int) -> None:
+    """Refuse to go on without end where ``epochs`` in a row have updated nothing.
+
+    Raises:
+        ModuleError: No limit on epochs would end it. A gradient scaler finds its scale sooner.
+    """
+    if epochs >= 100 and run.max_epochs == float("inf"):
+        raise ModuleError(
+            f"{epochs} epochs in a row updated no weights: each loss was None or left out, or no "
+            "optimizer was stepped. max_steps is not going to be reached: pass max_epochs."
+        )
 
 
 def train_epoch(run: Run) -> None:
@@ -176,11 +194,22 @@ def end_early(run: Run) -> None:
         validate(run)
 
 
+def warn_of_shorter(run: Run) -> None:
+    """Warn that a resumed epoch has fewer batches than were already read of it."""
+    length = run.train.length
+    if length is not None and run.state.batch > length > 0:
+        rank_zero_warn(
+            f"The checkpoint was saved after batch {run.state.batch} of an epoch, which now has "
+            f"{length}: nothing is left of it. Resume with the data and limits it was saved with."
+        )
+
+
 def epoch_batches(run: Run) -> Generator[tuple[Any, bool]]:
     """Return the batches of the epoch that begins, or the rest of the one that goes on."""
     if run.resumed_rng is None or run.epoch_rng is None:
         run.epoch_rng = rng.capture()
         return run.train.batches(run.state.batch)
+    warn_of_shorter(run)
     # The loader draws its order as it did when the epoch began; then everything goes on from here.
     rng.restore(run.epoch_rng)
     batches = run.train.batches(run.state.batch)
@@ -233,7 +262,7 @@ def log_step(run: Run) -> None:
 def send(run: Run, values: dict[str, Any]) -> None:
     """Send ``values`` to the loggers at the current step."""
     if values and run.loggers and run.strategy.rank == 0 and run.phase != "sanity":
-        numbers = {**to_floats(values), "epoch": run.state.epoch}
+        numbers = {"epoch": run.state.epoch, **to_floats(values)}
         for logger in run.loggers:
             logger.log_metrics(numbers, run.state.step)
 
@@ -243,6 +272,8 @@ def sanity_check(run: Run) -> None:
     evaluation = run.evaluations.get("validate")
     if not run.sanity_batches or evaluation is None or run.state.total_batches:
         return
+    if any(isinstance(source.loader, Iterator) for source in evaluation.sources):
+        return  # what can be read once is for the validation
     run.phase = "sanity"
     kept, run.metrics.finished = run.metrics.finished, Readings({}, {}, {})
     for hook in run.hooks.on_sanity_check_start:

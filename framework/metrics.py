@@ -109,6 +109,12 @@ class Logged:
                 raise ModuleError(f"self.log({name!r}, …): the name must be a string.")
             suffix = self.suffix if options.add_dataloader_idx else ""
             entry = Entry(name, options, self.in_batch, self.in_training, suffix)
+            for other in self._all():
+                if other.names & entry.names:
+                    raise ModuleError(
+                        f"self.log({name!r}, …) and self.log({other.name!r}, …) both record "
+                        f"{', '.join(sorted(other.names & entry.names))}. Rename one of them."
+                    )
             if not suffix:
                 self.shared[name] = entry
         elif entry.options != options or entry.in_batch is not self.in_batch:

@@ -41,6 +41,7 @@ class Module(DataHooks, TrainingHooks, nn.Module):
     _logged: Logged | None = None
     _hparams: hparams.HyperParameters | None = None
     _log_hyperparams: bool = True
+    _is_configured: bool = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of ``batch``.
@@ -145,6 +146,12 @@ class Module(DataHooks, TrainingHooks, nn.Module):
             items = dictionary.items()
         for name, value in items:
             self.log(name, value, **options)
+
+    def _configure_once(self) -> None:
+        # Twice would put fresh layers in place of trained ones.
+        if not self._is_configured:
+            self.configure_model()
+            self.__dict__["_is_configured"] = True
 
     def _refuse_log(self, name: str) -> None:
         if self._trainer is None or not self._trainer.is_running:

@@ -94,7 +94,7 @@ def callbacks(
     refuse_twice([*registry.plugins, *((one, "Trainer(callbacks=[…])") for one in found)])
     added: list[tuple[str, dict[str, Any]]] = []
     if progress and not any(hasattr(one, "is_progress_bar") for one in found):
-        can_draw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        can_draw = getattr(sys.stdout, "isatty", bool)() and os.environ.get("TERM") != "dumb"
         added.append(("rich_progress" if can_draw else "plain_progress", {}))
     if summary and not any(type(one).__name__ == "ModelSummary" for one in found):
         added.append(("model_summary", {}))
@@ -108,7 +108,9 @@ def callbacks(
     if max_time is not None:
         found.append(registry.make("callback", "timer", duration=max_time))
     if profiler is not None:
-        found.append(registry.resolved("profiler", profiler))
+        profiler = registry.resolved("profiler", profiler)
+        check_callback(profiler, "Trainer(profiler=…)")
+        found.append(profiler)
     return found
 
 
@@ -191,4 +193,11 @@ def listed(given: Any) -> list[Any]:
 
 def as_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
     """Return ``(loaders, datamodule)``, where the first may have been a DataModule."""
-    return (None, loaders) if isinstance(loaders, DataModule) else (loaders, datamodule)
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ConfigError(
+            f"datamodule={datamodule!r:.80} is no DataModule. Derive its class from "
+            "leyden.DataModule, or pass loaders as dataloaders."
+        )
+    return loaders, datamodule

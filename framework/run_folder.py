@@ -44,6 +44,7 @@ class RunFolder:
         if self._path is None:
             parent = self.root / self.name
             try:
+                parent = parent.absolute()  # the script may change its working directory
                 parent.mkdir(parents=True, exist_ok=True)
                 self._path = self._named(parent) if self.version is not None else _numbered(parent)
             except OSError as error:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from . import checkpoints
+from . import resume
+from .compiled import compiled_once
+from .errors import ConfigError
 from .manager import tell_everyone
 from .signals import Signals, exit_code, is_interactive
 from .torch_flags import torch_flags
@@ -29,13 +31,15 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
         SystemExit: A signal ended the run, and nobody sits at a prompt: 130 for SIGINT, 143 for
             SIGTERM, so that what the shell would do next is not done.
     """
+    refuse_nested(trainer, request.module)
     run = trainer._run = assemble(trainer, request)
     trainer.is_running, trainer.folder = True, run.folder
     status: Status = "failed"
     try:
         with Signals(run), torch_flags(trainer):
             wire(run, request)
-            yield run
+            with compiled_once(run.module, request.compile_step):
+                yield run
         status = "success" if run.interrupted_by is None else "interrupted"
     except GeneratorExit:  # the iterator of a streamed prediction was closed
         status = "success"
@@ -44,12 +48,32 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
         tell_everyone(run.hooks.on_exception, trainer, run.module, error, after=error)
         raise
     finally:
-        if run.optimizers:
-            trainer.position = checkpoints.position(run)
-        take_down(run, status)
-        trainer.is_running = False
+        try:
+            if run.optimizers:
+                trainer.position = resume.position(run)
+            take_down(run, status)
+        finally:
+            trainer.is_running = False
     if run.interrupted_by is not None and not is_interactive():
         raise SystemExit(exit_code(run.interrupted_by))
+
+
+def refuse_nested(trainer: Trainer, module: Module) -> None:
+    """Refuse a run inside of another one of the same Trainer or Module, which would undo it.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for owner, whose in (
+        (trainer, "This Trainer"),
+        (module._trainer, "The Trainer of this Module"),
+    ):
+        if owner is not None and owner.is_running:
+            raise ConfigError(
+                f"{whose} is in the middle of its {owner.stage}, and one run cannot begin inside "
+                "another. Wait for it to end, close() its stream of predictions, or use another "
+                "Trainer and a copy.deepcopy of the Module."
+            )
 
 
 def take_down(run: Run, status: Status) -> None:
@@ -63,10 +87,14 @@ def take_down(run: Run, status: Status) -> None:
         run.strategy.close,
         lambda: release(run.module),
     ]
-    tell_everyone([lambda step=step: step() for step in steps], after=sys.exc_info()[1])
+    error = sys.exc_info()[1]
+    # A stream that is closed is no error, so one of theirs is raised where it is closed.
+    after = None if isinstance(error, GeneratorExit) else error
+    tell_everyone([lambda step=step: step() for step in steps], after=after)
 
 
 def release(module: Module) -> None:
     """Make ``module`` a plain one again."""
+    module.untoggle_optimizer()
     for name in ("_logged", "log"):
         module.__dict__.pop(name, None)

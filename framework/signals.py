@@ -31,11 +31,14 @@ class Signals:
             self._before = {number: signal.signal(number, self._note) for number in NOTED}
 
     def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows no handlers here: those of a stream closed elsewhere stay
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._run.interrupted_by is not None:
+        # A stream closed in another thread has left this handler behind.
+        if self._run.interrupted_by is not None or not self._run.trainer.is_running:
             self.__exit__()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

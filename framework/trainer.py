@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from . import checkpoints, choices, loop, parts, results
+from . import checkpoints, choices, loop, parts, results, resume
 from .errors import ConfigError
 from .explanation import explanation
 from .hookspecs import Stage
@@ -131,7 +131,8 @@ class Trainer(RunView):
         **unexpected: Any,
     ) -> None:
         choices.unexpected(unexpected, Trainer.__init__.__annotations__)
-        whole, batches, one_of = choices.whole, choices.batches, choices.one_of
+        whole, batches = choices.whole, choices.batches
+        one_of, switch = choices.one_of, choices.switch
         self.registry = Registry(parts.listed(plugins))
         self.registry.check()
         self.accelerator = parts.accelerator(accelerator)
@@ -145,7 +146,8 @@ class Trainer(RunView):
             self.registry, "checkpointer", checkpointer, Checkpointer
         )
 
-        self.fast_dev_run = whole("fast_dev_run", int(fast_dev_run), 0)
+        dev = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
+        self.fast_dev_run = whole("fast_dev_run", dev, 0, none=0)
         self.max_epochs = whole("max_epochs", max_epochs, 0, unlimited=True)
         self.min_epochs = whole("min_epochs", min_epochs, 0, none=0)
         self.max_steps = whole("max_steps", max_steps, 0, unlimited=True)
@@ -156,54 +158,54 @@ class Trainer(RunView):
         self.limit_val_batches = batches("limit_val_batches", limit_val_batches)
         self.limit_test_batches = batches("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = batches("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = batches("overfit_batches", overfit_batches)
+        self.overfit_batches = batches("overfit_batches", overfit_batches or 0)
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
         self.check_val_every_n_epoch = whole("check_val_every_n_epoch", check_val_every_n_epoch, 1)
         check_interval(self.val_check_interval, self.check_val_every_n_epoch)
-        moments = [validate_at] if isinstance(validate_at, str) else validate_at
-        self.validate_at = frozenset(one_of("validate_at", m, ("start", "end")) for m in moments)
-        sanity = whole("num_sanity_val_steps", num_sanity_val_steps, -1, none=2)
-        self.num_sanity_val_steps = 2**31 if sanity == -1 else sanity
+        moments = (one_of("validate_at", m, ("start", "end")) for m in parts.listed(validate_at))
+        self.validate_at = frozenset(moments)
+        sanity = whole("num_sanity_val_steps", num_sanity_val_steps, 0, none=2, unlimited=True)
+        self.num_sanity_val_steps = 2**31 if sanity is None else sanity
         self.log_every_n_steps = whole("log_every_n_steps", log_every_n_steps, 1, none=50)
 
-        self.accumulate_grad_batches = whole("accumulate_grad_batches", accumulate_grad_batches, 1)
+        window = whole("accumulate_grad_batches", accumulate_grad_batches, 1, none=1)
+        self.accumulate_grad_batches = window
         self.gradient_clip_val = choices.positive("gradient_clip_val", gradient_clip_val)
         algorithm = gradient_clip_algorithm or "norm"
         self.gradient_clip_algorithm = one_of(
             "gradient_clip_algorithm", algorithm, ("norm", "value")
         )
         self.deterministic = one_of("deterministic", deterministic, (None, False, True, "warn"))
-        self.benchmark = benchmark
-        self.inference_mode = inference_mode
-        self.detect_anomaly = detect_anomaly
-        policies = ("continue", "skip", "stop")
-        self.nonfinite_loss = one_of("nonfinite_loss", nonfinite_loss, policies)
+        self.benchmark = benchmark if benchmark is None else switch("benchmark", benchmark)
+        self.inference_mode = switch("inference_mode", inference_mode, True)
+        self.detect_anomaly = switch("detect_anomaly", detect_anomaly)
+        self.nonfinite_loss = one_of("nonfinite_loss", nonfinite_loss, ("continue", "skip", "stop"))
         self.reload_dataloaders_every_n_epochs = whole(
             "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
         )
-        self.use_distributed_sampler = use_distributed_sampler
-        self.sync_batchnorm = sync_batchnorm
+        self.use_distributed_sampler = switch("use_distributed_sampler", use_distributed_sampler)
+        self.sync_batchnorm = switch("sync_batchnorm", sync_batchnorm)
         self.default_root_dir = str(default_root_dir or "runs")
-        self.name = name or script_name()
+        self.name = str(name or script_name())
         self.ckpt_path: str | None = None
 
-        dev = bool(self.fast_dev_run)
-        if dev:
+        if self.fast_dev_run:
             self._try_everything_briefly()
         self.logger_choices = parts.loggers(self.registry, False if dev else logger)
         self._callbacks = parts.callbacks(
             self.registry,
             parts.listed(callbacks),
-            model_checkpoint=not dev and enable_checkpointing is not False,
-            progress=enable_progress_bar is not False,
-            summary=enable_model_summary is not False,
+            model_checkpoint=switch("enable_checkpointing", enable_checkpointing, True)
+            and not self.fast_dev_run,
+            progress=switch("enable_progress_bar", enable_progress_bar, True),
+            summary=switch("enable_model_summary", enable_model_summary, True),
             max_time=max_time,
             profiler=profiler,
         )
         self._state = State()
-        self.position: checkpoints.Position | None = None
+        self.position: resume.Position | None = None
         self.folder: RunFolder | None = None
         self._fitted: Any = None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import checkpoints, hparams, rng
+from . import checkpoints, hparams, resume, rng
 from .callback import Callback
 from .data.feed import overrides, require_step
 from .data.source import Source
@@ -68,12 +68,14 @@ def assemble(trainer: Trainer, request: Request) -> Run:
     )
     if request.ckpt_path is not None:
         request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
+        if request.stage == "fit":
+            resume.require_progress(request.checkpoint, type(module).__name__)
     callbacks = trainer.callbacks_for(module)
     parts = [strategy, precision, checkpointer, *trainer.logger_choices]
     hooks = hooks_of(trainer, callbacks, parts, module, request.datamodule)
     # One that was passed as a plugin keeps its state like the others.
     callbacks = [p for p, _ in trainer.registry.plugins if isinstance(p, Callback)] + callbacks
-    checkpoints.stateful(callbacks)
+    resume.stateful(callbacks)
     sizer = module.count_samples if overrides(module, "count_samples", Module) else None
     return Run(
         trainer=trainer,
@@ -132,24 +134,25 @@ def folder_of(trainer: Trainer, request: Request) -> RunFolder:
 def wire(run: Run, request: Request) -> None:
     """Connect the parts of ``run`` with the user's code and data, in the published order."""
     trainer, module = run.trainer, run.module
+    has_run = module._trainer is not None
     module.__dict__["_trainer"] = trainer
     if run.datamodule is not None:
         run.datamodule.trainer = trainer
     check_steps(run, request)
     run.strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
     run.precision.connect(run.strategy.device)
-    if request.compile_step is not None or has_compiled_parts(module):
-        # What log keeps changes from step to step, and nothing may be compiled again for it.
-        module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
     run.hyperparameters = encoded_hyperparameters(run)
     open_loggers(run, request.checkpoint)
     for owner in (run.datamodule, module):
         if owner is not None and overrides(owner, "prepare_data"):
             owner.prepare_data()
+    before = dict(module.named_parameters()) if has_run else {}
     for hook in run.hooks.setup:
         hook(trainer, module, run.stage)
+    if request.checkpoint is None:
+        refuse_lost(module, before)
 
-    module.configure_model()
+    module._configure_once()
     run.precision.convert_module(module)
     run.strategy.place(module, run.precision)
     if request.checkpoint is not None:
@@ -165,6 +168,20 @@ def wire(run: Run, request: Request) -> None:
     announce(run)
 
 
+def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse layers made anew in place of those that an earlier run has trained.
+
+    Raises:
+        ModuleError: ``setup`` has made some.
+    """
+    lost = [n for n, p in module.named_parameters() if n in before and before[n] is not p]
+    if lost:
+        raise ModuleError(
+            f"setup() made {', '.join(lost[:5])} anew, so what an earlier run had trained is lost. "
+            "Make layers in __init__ or configure_model, or only if they are not there yet."
+        )
+
+
 def check_steps(run: Run, request: Request) -> None:
     """Refuse a Module that lacks what the stage calls."""
     module, stage = run.module, run.stage
@@ -173,15 +190,6 @@ def check_steps(run: Run, request: Request) -> None:
         require_step(module, "configure_optimizers", Module)
     elif stage != "predict":
         require_step(module, "validation_step" if stage == "validate" else "test_step", Module)
-
-
-def has_compiled_parts(module: Module) -> bool:
-    """Return whether torch.compile was applied to a part of ``module``, or to its step."""
-    steps = (getattr(module, f"{name}_step") for name in ("training", "validation", "test"))
-    return any(hasattr(step, "_torchdynamo_orig_callable") for step in steps) or any(
-        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-        for part in module.modules()
-    )
 
 
 def encoded_hyperparameters(run: Run) -> dict[str, Any]:
@@ -240,7 +248,7 @@ def wire_training(run: Run, request: Request) -> None:
     run.losses = LossWatch(state, trainer.nonfinite_loss)
 
     if request.checkpoint is not None:
-        checkpoints.restore_counters(run, request.checkpoint)
+        resume.restore_counters(run, request.checkpoint)
     run.train = read_train(run, request.loaders)
     if not module.training:
         rank_zero_warn(
@@ -250,10 +258,10 @@ def wire_training(run: Run, request: Request) -> None:
 
     wire_optimizers(run)
     if request.checkpoint is not None:
-        checkpoints.restore_progress(run, request.checkpoint)
+        resume.restore_progress(run, request.checkpoint)
     elif trainer.position is not None:
         left = trainer.position
-        checkpoints.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
+        resume.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
         if state.batch:
             run.epoch_rng, run.resumed_rng = left.epoch_rng, rng.capture()
     state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[
@@ -284,6 +292,12 @@ def prepared(run: Run, name: str) -> Callable[..., Any]:
 
     A step that takes fewer of ``(batch, batch_idx, dataloader_idx)`` is passed fewer.
     """
+    method = getattr(run.module, name)
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        raise ModuleError(
+            f"{type(run.module).__name__}.{name} is async or has a yield, so calling it runs "
+            "nothing of it. Define it with def, and return its result."
+        )
     step = run.precision.wrap(run.strategy.prepare(run.module, name))
     parameters = list(inspect.signature(getattr(run.module, name)).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

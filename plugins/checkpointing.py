@@ -29,6 +29,11 @@ class FileCheckpointer:
             CheckpointError: It cannot be written; what was at ``path`` before is unchanged.
         """
         target = local_path(path)
+        if target.exists() and not target.is_file():
+            raise CheckpointError(
+                f"{path!r} is there and is no file, so no checkpoint takes its place. Pass another "
+                "path."
+            )
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as temporary, temporary.open("wb") as file:

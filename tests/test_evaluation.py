@@ -65,10 +65,21 @@ def test_a_joint_value_of_several_loaders_is_in_each_dict_under_its_own_name():
         def test_step(self, batch, batch_idx, dataloader_idx):
             self.log("joint", batch.mean(), add_dataloader_idx=False)
 
-        def on_test_epoch_end(self):
-            self.log("loaders", 2)
+    assert evaluated({"a": A, "b": B}, Joint()) == [{"joint": 2.5}] * 2
 
-    assert evaluated({"a": A, "b": B}, Joint()) == [{"joint": 2.5, "loaders": 2.0}] * 2
+
+def test_what_is_logged_at_the_end_of_several_loaders_is_no_loaders_own():
+    class Joint(Mean):
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.log("mean", batch.mean())
+
+        def on_test_epoch_end(self):
+            self.log("mean", 7.0)
+
+    assert evaluated({"a": A, "b": B}, Joint()) == [
+        {"mean/dataloader_idx_0": 1.0, "mean": 7.0},
+        {"mean/dataloader_idx_1": 3.0, "mean": 7.0},
+    ]
 
 
 def test_the_index_of_the_loader_is_passed_where_the_step_takes_it():
@@ -411,6 +422,22 @@ def test_metrics_of_an_evaluation_can_take_part_in_training():
 
     module = Uses()
     quiet_trainer(validate_at="start").fit(module, A, [torch.tensor([3.0])])
+    assert module.w.item() == -3.0
+
+
+def test_metrics_read_within_an_evaluation_can_take_part_in_training():
+    kept = []
+
+    class Keeps(Callback):
+        def on_validation_epoch_end(self, trainer, module):
+            kept.append(trainer.callback_metrics["mean"])
+
+    class Uses(Mean):
+        def training_step(self, batch, batch_idx):
+            return (self.w * batch * kept[-1]).mean()
+
+    module = Uses()
+    quiet_trainer(callbacks=[Keeps()]).fit(module, A, [torch.tensor([3.0])])
     assert module.w.item() == -3.0
 
 

@@ -40,11 +40,15 @@ class Watched(Module):
 
     on_validation_batch_start = on_train_batch_start
 
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.made.append(weakref.ref(outputs["extra"]))
+
     def training_step(self, batch, batch_idx):
         loss = self.Graph.apply(self.layer(batch).mean())
         extra = torch.zeros(10_000)
         self.made += [weakref.ref(loss), self.saved, weakref.ref(extra)]
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("of one element", loss.reshape(1))
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
         return {"loss": loss, "extra": extra}
 
@@ -67,7 +71,7 @@ def test_nothing_of_a_step_is_alive_when_the_next_begins(accumulate):
         quiet_trainer(accumulate_grad_batches=accumulate).fit(module, DATA)
     finally:
         gc.enable()
-    assert len(module.made) == 600
+    assert len(module.made) == 800
     assert set(module.alive) == {0}
 
 

@@ -106,6 +106,9 @@ def test_compiled_module_logs_and_compiles_once():
     counts = []
 
     class Counting(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1 + 0 * self.global_step)
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             counts.append(counter.frame_count)
 
@@ -117,7 +120,9 @@ def test_compiled_module_logs_and_compiles_once():
     it.fit(torch.compile(Counting(), backend=counter), DATA, DATA[:2])
     assert counts[0] >= 1
     assert len(counts) == 30
-    assert set(counts[1:]) == {counts[1]}
+    # Once for the first batch, once for a step count that changes, once for an epoch count.
+    assert counts[-1] == counts[11]
+    assert len(set(counts)) <= 4
     assert it.callback_metrics["loss_epoch"] > 0
 
 

@@ -156,6 +156,17 @@ def test_closing_a_stream_takes_the_run_down_and_is_no_error():
     assert trainer.fit(module, A).steps == 1
 
 
+def test_what_goes_wrong_when_a_stream_is_closed_is_raised_there():
+    class Fails(Callback):
+        def teardown(self, trainer, module, stage):
+            raise RuntimeError("mine")
+
+    stream = quiet_trainer(callbacks=[Fails()]).predict(Doubles(), B, stream=True)
+    next(stream)
+    with pytest.raises(RuntimeError, match="mine"):
+        stream.close()
+
+
 def test_what_goes_wrong_while_streaming_is_told_and_raised():
     class Fails(Doubles):
         def predict_step(self, batch, batch_idx):
@@ -212,7 +223,7 @@ def test_closing_a_stream_ends_the_loaders_workers():
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_predictions_that_are_not_wanted_are_let_go(stream, inference_mode):
-    """PL #15656: at most the one in hand is alive, however long the run."""
+    """PL #15656: none is alive when the next is made, however long the run."""
     made, alive = [], []
 
     class Watched(Doubles):
@@ -230,4 +241,4 @@ def test_predictions_that_are_not_wanted_are_let_go(stream, inference_mode):
     else:
         trainer.predict(Watched(), data, return_predictions=False)
     assert len(made) == 100
-    assert max(alive) <= 1
+    assert set(alive) == {0}
