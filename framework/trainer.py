@@ -173,9 +173,8 @@ class Trainer(RunView):
         window = whole("accumulate_grad_batches", accumulate_grad_batches, 1, none=1)
         self.accumulate_grad_batches = window
         self.gradient_clip_val = choices.positive("gradient_clip_val", gradient_clip_val)
-        algorithm = gradient_clip_algorithm or "norm"
         self.gradient_clip_algorithm = one_of(
-            "gradient_clip_algorithm", algorithm, ("norm", "value")
+            "gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value")
         )
         self.deterministic = one_of("deterministic", deterministic, (None, False, True, "warn"))
         self.benchmark = benchmark if benchmark is None else switch("benchmark", benchmark)
@@ -190,7 +189,6 @@ class Trainer(RunView):
         self.default_root_dir = str(default_root_dir or "runs")
         self.name = str(name or script_name())
         self.ckpt_path: str | None = None
-
         if self.fast_dev_run:
             self._try_everything_briefly()
         self.logger_choices = parts.loggers(self.registry, False if dev else logger)
