@@ -82,7 +82,10 @@ def test_python_numbers_are_weighed_like_tensors():
 
 def test_numbers_and_tensors_may_alternate_under_one_name():
     data = [torch.tensor([1.0, 1.0]), torch.tensor([5.0]), torch.tensor([2.0, 2.0])]
-    mixed = lambda batch: batch.mean() if len(batch) == 1 else float(batch.mean())  # noqa: E731
+
+    def mixed(batch):
+        return batch.mean() if len(batch) == 1 else float(batch.mean())
+
     assert epoch_value(data, mixed) == pytest.approx(11 / 5)
 
 
@@ -141,8 +144,8 @@ def test_small_values_are_not_lost_beside_large_ones():
 
 
 def test_half_precision_values_are_summed_in_double():
-    values = lambda _: torch.tensor(1.0, dtype=torch.bfloat16)  # noqa: E731
-    assert epoch_value([torch.zeros(1)] * 1000, values, reduce_fx="sum") == 1000.0
+    one = torch.tensor(1.0, dtype=torch.bfloat16)
+    assert epoch_value([torch.zeros(1)] * 1000, lambda _: one, reduce_fx="sum") == 1000.0
 
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "min", "max"])
@@ -178,8 +181,7 @@ X, Y = torch.zeros(3, 2), torch.zeros(3)
 def test_samples_are_counted_where_the_batch_tells(batch):
     """One batch of three samples beside one of one: the mean is weighed three to one."""
     single = torch.zeros(1)
-    value = lambda batch: 1.0 if batch is single else 5.0  # noqa: E731
-    assert epoch_value([batch, single], value) == 4.0
+    assert epoch_value([batch, single], lambda given: 1.0 if given is single else 5.0) == 4.0
 
 
 @pytest.mark.parametrize("batch", [7, 0.5, None, torch.tensor(2.0)], ids=repr)
@@ -241,8 +243,7 @@ def test_a_modules_count_may_leave_some_batches_to_be_counted():
             return 3 if isinstance(batch, str) else None
 
     data = ["packed", torch.tensor([5.0])]
-    value = lambda batch: 1.0 if isinstance(batch, str) else 5.0  # noqa: E731
-    assert epoch_value(data, Counts(value)) == 2.0
+    assert epoch_value(data, Counts(lambda batch: 1.0 if batch == "packed" else 5.0)) == 2.0
 
 
 def test_a_batch_is_counted_once_however_many_values_are_logged():

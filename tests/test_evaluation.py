@@ -272,7 +272,7 @@ def test_an_empty_loader_is_refused():
 def test_a_generator_that_is_used_up_is_an_error_and_no_silent_pass():
     generator = (batch for batch in B)
     with pytest.raises(DataError, match=r"gave no batch.*iterated more than once"):
-        quiet_trainer(num_sanity_val_steps=-1).fit(Mean(), A, generator)
+        quiet_trainer(max_epochs=2).fit(Mean(), A, generator)
 
 
 def test_a_module_without_the_step_is_refused():
