@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-STEPS, WARM_UP = 1000, 50
-WIDTH, BATCH = 256, 64
+STEPS, WARM_UP = 2000, 100
+WIDTH, BATCH = 160, 64
 
 
 class Batches(Dataset):

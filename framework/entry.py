@@ -18,6 +18,10 @@ REDUCTIONS: dict[Any, Reduction] = {
 }  # fmt: skip
 
 
+BLOCK = 64
+"""Values that are reduced together."""
+
+
 class Options(NamedTuple):
     """The options of one ``self.log`` call that must stay the same from call to call."""
 
@@ -47,8 +51,9 @@ class Entry:
     """
 
     __slots__ = (
-        "epoch_name", "in_batch", "is_newest", "is_unsent", "metric", "name", "names", "on_epoch",
-        "on_step", "options", "plain_name", "reduction", "step_name", "total", "value", "weight",
+        "block", "epoch_name", "in_batch", "is_newest", "is_unsent", "metric", "name", "names",
+        "number", "on_epoch", "on_step", "options", "plain_name", "reduction", "step_name", "total",
+        "value", "weight", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -91,7 +96,10 @@ class Entry:
 
     def forget_epoch(self) -> None:
         """Begin a new reduction."""
-        self.total: Tensor | float = 0.0
+        self.total: Tensor | None = None
+        self.number: float | None = None
+        self.block: list[Tensor] = []
+        self.weights: list[float] = []
         self.weight = 0.0
         if self.metric is not None:
             self.metric.reset()
@@ -99,33 +107,58 @@ class Entry:
 
     def keep(self, value: Tensor | float) -> None:
         """Take ``value`` as the last step's."""
-        # A clone, since an optimizer or `loss += …` may write to what was logged.
-        self.value = value.clone() if isinstance(value, Tensor) else value
+        self.value = value
         self.is_unsent = self.is_newest = True
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Take ``value``, a number or a detached tensor of shape ``()``, into the epoch's."""
-        if self.reduction in ("min", "max"):
-            self._add_extreme(value)
-        elif isinstance(value, Tensor):
-            if not isinstance(self.total, Tensor):
-                self.total = value.new_full((), self.total, dtype=_wide(value))
-            self.total = torch.add(self.total, value, alpha=weight)
-        else:
-            self.total = self.total + value * weight
-        self.weight += weight
+        """Take ``value``, a number or a tensor of shape ``()`` that nobody writes to.
 
-    def _add_extreme(self, value: Tensor | float) -> None:
-        if isinstance(value, Tensor):
-            new = value.to(_wide(value))
-        else:
-            new = torch.tensor(value, dtype=torch.float64)
-        if not isinstance(self.total, Tensor):
-            self.total = new.clone()
-        elif self.reduction == "min":
-            self.total = torch.minimum(self.total, new)
-        else:
-            self.total = torch.maximum(self.total, new)
+        Tensors are reduced a block at a time, which costs a fraction of reducing each. Blocks end
+        where they end, not where somebody reads, so that reading does not change the last digit.
+        """
+        self.weight += weight
+        if not isinstance(value, Tensor):
+            self._add_number(value, weight)
+            return
+        self.block.append(value)
+        self.weights.append(weight)
+        if len(self.block) == BLOCK:
+            self.total = self._with_block()
+            self.block, self.weights = [], []
+
+    def _add_number(self, value: float, weight: float) -> None:
+        so_far = self.number
+        if self.reduction == "mean":
+            self.number = (so_far or 0.0) + value * weight
+        elif self.reduction == "sum":
+            self.number = (so_far or 0.0) + value
+        elif so_far is None or value != value:
+            self.number = value
+        elif value < so_far if self.reduction == "min" else value > so_far:
+            self.number = value  # never where NaN was seen, which is neither less nor more
+
+    def _with_block(self) -> Tensor:
+        """Return the total of all tensors, those of the open block included."""
+        wide = _wide(self.block[0])
+        values = torch.stack([value.to(wide) for value in self.block])
+        if self.reduction in ("min", "max"):
+            reduced = values.min() if self.reduction == "min" else values.max()
+            pick = torch.minimum if self.reduction == "min" else torch.maximum
+            return reduced if self.total is None else pick(self.total, reduced)
+        if self.reduction == "mean":
+            values = values * values.new_tensor(self.weights)
+        return values.sum() if self.total is None else self.total + values.sum()
+
+    def _reduced(self) -> Tensor | float:
+        total = self._with_block() if self.block else self.total
+        if total is None:
+            return self.number or 0.0
+        if self.number is None:
+            return total
+        if self.reduction in ("mean", "sum"):
+            return total + self.number
+        pick = torch.minimum if self.reduction == "min" else torch.maximum
+        return pick(total, total.new_tensor(self.number))
 
     def hold(self, metric: Any) -> None:
         """Let ``metric``, an object that reduces by itself, be the epoch's reduction.
@@ -147,7 +180,8 @@ class Entry:
                     "update() was called, which gives no value of the step. Call the object "
                     "itself, metric(preds, target), or pass on_step=False, on_epoch=True."
                 )
-            self.keep(number_of(self.name, of_batch))
+            value = number_of(self.name, of_batch)
+            self.keep(value.clone() if isinstance(value, Tensor) else value)
 
     def epoch_value(self) -> Tensor | float | None:
         """Return the epoch's reduction so far, or None where there is none."""
@@ -157,7 +191,7 @@ class Entry:
         elif not self.weight:
             return None
         else:
-            value = self.total / self.weight if self.reduction == "mean" else self.total
+            value = self._reduced() / self.weight if self.reduction == "mean" else self._reduced()
         if isinstance(value, Tensor) and value.is_inference():
             # It could not take part in training later on.
             with torch.inference_mode(False):
@@ -193,12 +227,7 @@ def number_of(name: str, value: Any) -> Tensor | float:
         ModuleError: It is not one number.
     """
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ModuleError(
-                f"self.log({name!r}, …) got a tensor of shape {tuple(value.shape)}. Log one "
-                "number: reduce it first, for example with .mean()."
-            )
-        return value.detach().reshape(())
+        return scalar(name, value)
     if hasattr(value, "__float__") and getattr(value, "size", 1) == 1:
         return float(value.item() if hasattr(value, "item") else value)
     hint = " Log the values of a dict with self.log_dict." if hasattr(value, "items") else ""
@@ -207,6 +236,20 @@ def number_of(name: str, value: Any) -> Tensor | float:
         f"self.log({name!r}, …) got {_kind(value)} {shown}. Log a number, a tensor with one "
         f"element, or an object with update(), compute() and reset().{hint}"
     )
+
+
+def scalar(name: str, value: Tensor) -> Tensor:
+    """Return ``value`` detached and in shape ``()``.
+
+    Raises:
+        ModuleError: It has not one element.
+    """
+    if value.numel() != 1:
+        raise ModuleError(
+            f"self.log({name!r}, …) got a tensor of shape {tuple(value.shape)}. Log one number: "
+            "reduce it first, for example with .mean()."
+        )
+    return value.detach().reshape(())
 
 
 def _kind(value: object) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .data.samples import count_samples
-from .entry import Computed, Entry, Options, is_metric, number_of
+from .entry import Computed, Entry, Options, is_metric, number_of, scalar
 from .errors import ModuleError
 
 Sizer = Callable[[Any], int | None]
@@ -85,7 +85,11 @@ class Logged:
         if entry is None or entry.options != options or entry.in_batch is not self.in_batch:
             entry = self._entry(name, Options(*options))
         if isinstance(value, Tensor):
-            value = number_of(name, value) if value.ndim else value.detach()
+            if value.ndim:
+                value = scalar(name, value)
+            # The CPU has its value at once. Elsewhere a clone is kept, since an optimizer or
+            # `loss += …` may write to what was logged.
+            value = value.item() if value.is_cpu else value.detach().clone()
         elif not isinstance(value, (int, float)):
             if is_metric(value):
                 entry.hold(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -44,10 +45,18 @@ class Window:
 class LossWatch:
     """Counts losses that are not finite, and decides what becomes of them."""
 
-    def __init__(self, state: State, policy: Literal["continue", "skip", "stop"]) -> None:
+    def __init__(
+        self, state: State, policy: Literal["continue", "skip", "stop"], device: torch.device
+    ) -> None:
         self.state = state
-        self.accept = {"continue": self._note, "skip": self._skip, "stop": self._stop}[policy]
+        note = self._look if device.type == "cpu" else self._note
+        self.accept = {"continue": note, "skip": self._skip, "stop": self._stop}[policy]
         self._unread: list[Tensor] = []
+
+    def _look(self, loss: Tensor) -> bool:
+        if not math.isfinite(loss.item()):
+            self._count(1)
+        return True
 
     def _note(self, loss: Tensor) -> bool:
         self._unread.append(loss.detach())

@@ -382,4 +382,8 @@ class RunView:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    if isinstance(value, Tensor):
+        return value
+    # One made in inference mode could not take part in training later on.
+    with torch.inference_mode(False):
+        return torch.tensor(float(value), dtype=torch.float64)

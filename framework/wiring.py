@@ -245,7 +245,7 @@ def wire_training(run: Run, request: Request) -> None:
     run.log_every_n_steps = trainer.log_every_n_steps
     run.sanity_batches = trainer.num_sanity_val_steps
     run.accumulate = trainer.accumulate_grad_batches
-    run.losses = LossWatch(state, trainer.nonfinite_loss)
+    run.losses = LossWatch(state, trainer.nonfinite_loss, run.strategy.device)
 
     if request.checkpoint is not None:
         resume.restore_counters(run, request.checkpoint)

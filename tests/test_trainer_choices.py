@@ -146,15 +146,3 @@ def test_attributes_of_lightning_and_misspelt_ones_are_pointed_out():
         Trainer(logger=False).fit_loop  # noqa: B018
     with pytest.raises(AttributeError, match=r"Did you mean 'global_step'\?"):
         Trainer(logger=False).globl_step  # noqa: B018
-
-
-def test_a_loss_that_is_not_finite_is_said_once():
-    class Broken(Regression):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * float("nan")
-
-    trainer = quiet_trainer(log_every_n_steps=1)
-    with pytest.warns(UserWarning, match="NaN or infinite before step 2.*'skip'") as warned:
-        trainer.fit(Broken(), batches(8))
-    assert len(warned) == 1
-    assert trainer.state.nonfinite == 8
