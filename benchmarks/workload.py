@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 STEPS, WARM_UP = 2000, 100
-WIDTH, BATCH = 160, 64
+WIDTH, BATCH = 184, 64
 
 
 class Batches(Dataset):

@@ -105,11 +105,6 @@ class Entry:
             self.metric.reset()
             self.metric = None
 
-    def keep(self, value: Tensor | float) -> None:
-        """Take ``value`` as the last step's."""
-        self.value = value
-        self.is_unsent = self.is_newest = True
-
     def add(self, value: Tensor | float, weight: float) -> None:
         """Take ``value``, a number or a tensor of shape ``()`` that nobody writes to.
 
@@ -118,7 +113,10 @@ class Entry:
         """
         self.weight += weight
         if not isinstance(value, Tensor):
-            self._add_number(value, weight)
+            if self.reduction == "mean":
+                self.number = (self.number or 0.0) + value * weight
+            else:
+                self._add_number(value)
             return
         self.block.append(value)
         self.weights.append(weight)
@@ -126,11 +124,9 @@ class Entry:
             self.total = self._with_block()
             self.block, self.weights = [], []
 
-    def _add_number(self, value: float, weight: float) -> None:
+    def _add_number(self, value: float) -> None:
         so_far = self.number
-        if self.reduction == "mean":
-            self.number = (so_far or 0.0) + value * weight
-        elif self.reduction == "sum":
+        if self.reduction == "sum":
             self.number = (so_far or 0.0) + value
         elif so_far is None or value != value:
             self.number = value
@@ -181,7 +177,8 @@ class Entry:
                     "itself, metric(preds, target), or pass on_step=False, on_epoch=True."
                 )
             value = number_of(self.name, of_batch)
-            self.keep(value.clone() if isinstance(value, Tensor) else value)
+            self.value = value.clone() if isinstance(value, Tensor) else value
+            self.is_unsent = self.is_newest = True
 
     def epoch_value(self) -> Tensor | float | None:
         """Return the epoch's reduction so far, or None where there is none."""

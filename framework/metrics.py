@@ -101,7 +101,8 @@ class Logged:
                 weight = batch_size if batch_size is not None else self.size
             entry.add(value, self._count(name) if weight is None else weight)
         if entry.on_step:
-            entry.keep(value)
+            entry.value = value
+            entry.is_unsent = entry.is_newest = True
 
     def _entry(self, name: str, options: Options) -> Entry:
         """Return the entry of a name that is new, or new for this loader."""

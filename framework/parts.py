@@ -100,7 +100,7 @@ def callbacks(
         added.append(("model_summary", {}))
     if model_checkpoint and not any(hasattr(one, "best_model_path") for one in found):
         # Nobody who asked for no saver waits for one: short epochs are not all saved.
-        added.append(("model_checkpoint", {"max_share": 0.05}))
+        added.append(("model_checkpoint", {"max_share": 0.02}))
     for name, options in added:
         default = registry.make("callback", name, **options)
         default.is_default = True

@@ -91,10 +91,8 @@ class ModelCheckpoint(Callback):
         self.filename = checked_template(
             f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
         )
-        self.monitor = monitor
-        self.verbose = verbose
-        self.save_last = save_last
-        self.save_top_k = save_top_k
+        self.monitor, self.verbose = monitor, verbose
+        self.save_last, self.save_top_k = save_last, save_top_k
         self.save_weights_only = save_weights_only
         self.mode = checked_mode(mode)
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -114,6 +112,7 @@ class ModelCheckpoint(Callback):
         self._saved_batches = self._saved_step = 0
         self._saved_elapsed = self._took = 0.0
         self._has_said_missing = False
+        self._waits = every_n_train_steps is None and train_time_interval is None
 
     def _check_choices(self) -> None:
         intervals = {n: value for n in INTERVALS if (value := getattr(self, n)) is not None}
@@ -212,13 +211,15 @@ class ModelCheckpoint(Callback):
 
     def on_save_point(self, trainer: Trainer, module: Module, at: At) -> None:
         state = trainer.state
+        if at == "step" and self._waits and state.validated_batch != state.total_batches:
+            return
         if state.total_batches == self._saved_batches or trainer.fast_dev_run:
             return
         if at == "step":
             if self._is_due_after_step(trainer, state):
                 self._save(trainer, at)
             return
-        # A run ended by a signal or by the clock is to be resumed from here. Clocks differ.
+        # A run cut by a signal or the clock is resumed from here. Clocks differ.
         cut = trainer.interrupted or is_out_of_time(trainer.callbacks)
         must = at == "end" and trainer.broadcast(cut)
         if must or self._is_due_after_epoch(trainer, state, at):

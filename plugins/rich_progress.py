@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from leyden.module import Module
     from leyden.trainer import Trainer
 
-REDRAW_SECONDS = 0.1
-CHANGES_PER_SECOND = 5
+REDRAW_SECONDS = 0.2
+CHANGES_PER_SECOND = 2
 """How many beginnings and ends of loops are shown at once; those of short epochs can wait."""
 
 
 class RichProgress(Callback):
     """Shows the running loops as bars: batches, rate, ETA, share of waiting for data, metrics.
 
-    It is drawn at most some ten times a second, and only then are metrics read. Training keeps one
+    It is drawn at most some five times a second, and only then are metrics read. Training keeps one
     bar for the whole fit; those of its validations come and go. In a narrow terminal the bar gets
     shorter, then the less important numbers give way.
     """

@@ -32,11 +32,14 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
         count = sizer(batch)
         if count is not None:
             return int(count)
-    own = own_count(batch)
-    if own is not None:
-        return own
     rows: set[int] = set()
-    _add_rows(batch, rows)
+    if type(batch) in (tuple, list) and all(type(part) is Tensor and part.ndim for part in batch):
+        rows.update([part.size(0) for part in batch])  # what most batches are, at little cost
+    else:
+        own = own_count(batch)
+        if own is not None:
+            return own
+        _add_rows(batch, rows)
     if len(rows) == 1:
         return rows.pop()
     if batch is None or isinstance(batch, (int, float)) or getattr(batch, "shape", None) == ():
