@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from leyden.trainer import Trainer
 
 REDRAW_SECONDS = 0.2
-CHANGES_PER_SECOND = 2
+CHANGES_PER_SECOND = 5
 """How many beginnings and ends of loops are shown at once; those of short epochs can wait."""
 
 
