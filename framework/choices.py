@@ -11,10 +11,13 @@ from .errors import ConfigError, did_you_mean
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
 PRECISIONS = {
     "64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed",
-    "64-true": "64-true", "32-true": "32-true", "double": "64-true", "float": "32-true",
+    "fp16": "16-mixed", "fp32": "32-true", "fp64": "64-true",
+    "double": "64-true", "float": "32-true",
 }  # fmt: skip
 """Lightning's other names for precisions."""
 REMOVED = {
+    "epochs": "max_epochs",
+    "steps": "max_steps",
     "gpus": "accelerator='gpu', devices=…",
     "tpu_cores": "accelerator",
     "auto_select_gpus": "devices",
@@ -30,8 +33,8 @@ REMOVED = {
     "stochastic_weight_avg": "a callback",
     "replace_sampler_ddp": "use_distributed_sampler",
     "track_grad_norm": "on_before_optimizer_step",
-    "auto_lr_find": "a callback",
-    "auto_scale_batch_size": "a callback",
+    "auto_lr_find": "a rate of your own: tuning comes with a later release",
+    "auto_scale_batch_size": "a size of your own: tuning comes with a later release",
     "flush_logs_every_n_steps": "the logger's own argument",
     "weights_save_path": "ModelCheckpoint(dirpath=…)",
     "barebones": "logger=False, enable_checkpointing=False, enable_progress_bar=False",

@@ -156,3 +156,7 @@ def _usable_plugins() -> tuple[Registry, list[str]]:
             broken.append(str(error))
             os.environ["LEYDEN_DISABLE_PLUGINS"] = ",".join({*disabled(), point.name})
     return Registry(), broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -196,11 +196,21 @@ def encode(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given:
             data = {encoding.TAG: "HyperParameters", "value": data, "given": encoding.encode(given)}
     except encoding.NotData as error:
+        names = [name for name in {**params, **given} if not _is_data({**params, **given}[name])]
         raise ConfigError(
             f"{where}: hyperparameter {_dotted(error.path)!r} {error.reason} Leave it out with "
-            f"save_hyperparameters(ignore=[{error.path[0]!r}])."
+            f"save_hyperparameters(ignore={names or [error.path[0]]}), and keep what you need of "
+            "it in attributes of your own."
         ) from error.__cause__
     return data
+
+
+def _is_data(value: Any) -> bool:
+    try:
+        encoding.encode(value)
+    except encoding.NotData:
+        return False
+    return True
 
 
 def decode(data: Mapping[str, Any], types: Iterable[type] = ()) -> HyperParameters:

@@ -88,7 +88,7 @@ def fit(run: Run) -> None:
         for hook in hooks.on_save_point:
             hook(trainer, module, "step")
 
-    begun_at = state.total_batches
+    begun_at, begun_step = state.total_batches, state.step
     idle = 0
     while not is_stopping(run):
         steps_before = state.step
@@ -96,7 +96,9 @@ def fit(run: Run) -> None:
         idle = idle + 1 if state.step == steps_before else 0
         refuse_standstill(run, idle)
     if state.total_batches == begun_at:
-        rank_zero_info("Nothing was trained: %s.", state.stop)
+        rank_zero_info("Nothing was trained: %s. A higher limit would train on.", state.stop)
+    elif state.step == begun_step and run.optimizers:
+        rank_zero_info("No step updated any weights: each loss was None, or was left out.")
 
     if run.interrupted_by is None:
         send(run, run.metrics.finish(run.metrics.train))  # of an epoch left in its middle
@@ -139,6 +141,7 @@ def train_epoch(run: Run) -> None:
     logged.in_batch = True
     for batch, is_last in batches:
         logged.batch, logged.size = batch, None
+        run.is_last_batch = is_last
         batch_idx, steps_before = state.batch, state.step
         closes = is_last or (batch_idx + 1) % n == 0
         if not run.window.open:

@@ -63,8 +63,8 @@ def configured(
         kind = type(config.scheduler).__name__
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ModuleError(
-                f"{kind} needs to know what to watch. Return {{'scheduler': …, 'monitor': "
-                "'val/loss'}} with the name of a logged metric."
+                f"{kind} needs to know what to watch. Return {{'optimizer': …, 'lr_scheduler': "
+                "{'scheduler': …, 'monitor': 'val/loss'}}, with the name of a logged metric."
             )
         own = getattr(config.scheduler, "optimizer", None)
         if own is not None:
@@ -154,6 +154,11 @@ def _refuse_keys(settings: Mapping[str, Any], allowed: Sequence[str], owner: str
 
 
 def _wrong_shape(returned: Any, owner: str) -> ModuleError:
+    if isinstance(returned, type):
+        return ModuleError(
+            f"{owner}.configure_optimizers() returned the class {returned.__name__}. Make one of "
+            f"it: {returned.__name__}(self.parameters(), …)."
+        )
     return ModuleError(
         f"{owner}.configure_optimizers() returned {type(returned).__name__} {returned!r:.80}. "
         f"Return {SHAPES}."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .manager import Registry
     from .trainer import Trainer
 
-COMING = ("ddp", "fsdp", "hsdp", "deepspeed", "ddp_spawn", "ddp_notebook")
+COMING = ("ddp", "fsdp", "hsdp", "deepspeed")
 
 
 def accelerator(name: str) -> str:
@@ -57,7 +57,7 @@ def named(registry: Registry, kind: str, choice: Any, protocol: type) -> Any:
     if not isinstance(choice, str):
         return registry.resolved(kind, choice, protocol)
     known = registry.listed(kind)
-    if kind == "strategy" and choice in COMING and choice not in known:
+    if kind == "strategy" and choice.startswith(COMING) and choice not in known:
         raise ConfigError(
             f"strategy={choice!r} comes with the strategies of a later release. For now use "
             f"{', '.join(map(repr, known))}, or install a plugin that provides it."
@@ -138,6 +138,8 @@ def unwrapped(model: Any) -> tuple[Any, Callable[..., Any] | None]:
     compile_step = None
     if hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx"):
         model, compile_step = model._orig_mod, model.dynamo_ctx
+    if isinstance(model, type):
+        raise ModuleError(f"{model.__name__} is a class. Pass an object: {model.__name__}(…).")
     if not isinstance(model, Module):
         kind = type(model).__mro__
         lightning = any(c.__name__ == "LightningModule" for c in kind)
@@ -164,24 +166,28 @@ def checkpoint_path(trainer: Trainer, choice: Any) -> str | None:
         return None if choice is None else str(choice)
     saver = trainer.checkpoint_callback
     path = getattr(saver, f"{choice}_model_path", "") or ""
+    looked_in: list[Path] = []
     if not path and choice == "last":
-        path = newest_last(Path(trainer.default_root_dir) / trainer.name)
+        folders = {one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath}
+        looked_in = [Path(folder) for folder in folders]
+        if not looked_in:
+            runs = Path(trainer.default_root_dir) / trainer.name
+            looked_in = sorted(runs.glob("*/checkpoints")) or [runs]
+        path = newest_last(looked_in)
     if not path:
+        where = f" in {', '.join(map(str, looked_in))}" if looked_in else ""
+        saver_choice = "monitor=…" if choice == "best" else "save_last=True"
         raise LeydenError(
-            f"ckpt_path={choice!r}: no checkpoint is known under that name. "
-            + (
-                "Use ModelCheckpoint(monitor=…) and fit first, or pass a path."
-                if choice == "best"
-                else "Use ModelCheckpoint(save_last=True) and fit first, or pass a path."
-            )
+            f"ckpt_path={choice!r}: there is no such checkpoint{where}. Fit with "
+            f"ModelCheckpoint({saver_choice}) first, or pass a path."
         )
     return str(path)
 
 
-def newest_last(root: Path) -> str:
-    """Return the newest ``last.ckpt`` of the runs in ``root``, or an empty string."""
-    found = sorted(root.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    return str(found[-1]) if found else ""
+def newest_last(folders: Iterable[Path]) -> str:
+    """Return the newest ``last.ckpt`` in ``folders``, or an empty string."""
+    found = [path for folder in folders if (path := folder / "last.ckpt").is_file()]
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else ""
 
 
 def listed(given: Any) -> list[Any]:

@@ -170,6 +170,7 @@ class Run:
     wait: Wait = field(default_factory=Wait)
     began: float = 0.0
     """Where ``perf_counter`` stood when this fit's elapsed time was zero."""
+    is_last_batch: bool = False
     epoch_is_skipped: bool = False
     unheld: set[str] = field(default_factory=set)
     """Parameters that no optimizer holds, of which the user was warned."""

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 GONE = {
     "fit_loop": "trainer.state for the progress, and max_epochs and max_steps of the Trainer",
     "validate_loop": "what trainer.validate returns, or trainer.callback_metrics",
-    "test_loop": "what trainer.test returns, or trainer.callback_metrics",
     "predict_loop": "what trainer.predict returns",
     "progress_bar_dict": "trainer.progress_bar_metrics",
     "root_gpu": "trainer.strategy.device",
     "gpus": "trainer.num_devices",
-    "tune": "a callback",
+    "init_module": "torch.device as a context, or configure_model",
+    "evaluating": "trainer.validating or trainer.testing",
 }
 """What Lightning's Trainer has or had, and where it is here."""
 
@@ -41,6 +41,7 @@ class RunView:
 
     _run: Run | None = None
     _state: State
+    logger_choices: list[Any]
     is_running: bool = False
     """Whether a method of the Trainer is at work."""
 
@@ -140,6 +141,16 @@ class RunView:
         return self.interrupted_by is not None
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the current training batch is the last of its epoch."""
+        return self._run is not None and self._run.is_last_batch
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above the progress bar."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of everything logged, by name, shape ``()``, on its device."""
         values = self._run.metrics.read().callback if self._run else {}
@@ -159,8 +170,8 @@ class RunView:
 
     @property
     def loggers(self) -> list[Logger]:
-        """The loggers of the run."""
-        return self._run.loggers if self._run else []
+        """The loggers, whether a run has opened them or not."""
+        return self.logger_choices
 
     @property
     def logger(self) -> Logger | None:

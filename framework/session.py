@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import resume
 from .compiled import compiled_once
@@ -85,7 +85,7 @@ def take_down(run: Run, status: Status) -> None:
         ),
         *((lambda logger=logger: logger.close(status)) for logger in run.loggers),
         run.strategy.close,
-        lambda: release(run.module),
+        lambda: release(run.module, run.callbacks),
     ]
     error = sys.exc_info()[1]
     # A stream that is closed is no error, so one of theirs is raised where it is closed.
@@ -93,8 +93,9 @@ def take_down(run: Run, status: Status) -> None:
     tell_everyone([lambda step=step: step() for step in steps], after=after)
 
 
-def release(module: Module) -> None:
-    """Make ``module`` a plain one again."""
+def release(module: Module, callbacks: Sequence[Any]) -> None:
+    """Make ``module`` a plain one again, which nothing of the run holds on to."""
     module.untoggle_optimizer()
-    for name in ("_logged", "log"):
-        module.__dict__.pop(name, None)
+    for holder in (module, *callbacks):
+        for name in ("_logged", "log", "log_dict"):
+            holder.__dict__.pop(name, None)

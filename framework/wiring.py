@@ -8,7 +8,7 @@ restored → the steps are prepared.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,7 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         "checkpointer", trainer.checkpointer_choice, Checkpointer
     )
     if request.ckpt_path is not None:
+        rank_zero_info("Taking up %s", request.ckpt_path)
         request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
         if request.stage == "fit":
             resume.require_progress(request.checkpoint, type(module).__name__)
@@ -126,6 +127,9 @@ def folder_of(trainer: Trainer, request: Request) -> RunFolder:
     if trainer.folder is not None:
         return trainer.folder
     for logger in trainer.logger_choices:
+        # One that was used before this Trainer's first run has a folder already.
+        if trainer._run is None and logger.log_dir is not None:
+            return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(logger.log_dir))
         if logger.save_dir is not None:
             return RunFolder(logger.save_dir, logger.name or trainer.name, logger.version)
     return RunFolder(trainer.default_root_dir, trainer.name)
@@ -147,6 +151,7 @@ def wire(run: Run, request: Request) -> None:
         if owner is not None and overrides(owner, "prepare_data"):
             owner.prepare_data()
     before = dict(module.named_parameters()) if has_run else {}
+    lend_log(run.callbacks, module)
     for hook in run.hooks.setup:
         hook(trainer, module, run.stage)
     if request.checkpoint is None:
@@ -166,6 +171,14 @@ def wire(run: Run, request: Request) -> None:
             logger.log_graph(module)
     wire_evaluations(run, request)
     announce(run)
+
+
+def lend_log(callbacks: Sequence[Any], module: Module) -> None:
+    """Let callbacks log as Lightning's do: ``self.log`` of a callback is the Module's, in a run."""
+    for callback in callbacks:
+        for name in ("log", "log_dict"):
+            if not hasattr(type(callback), name):
+                callback.__dict__[name] = getattr(module, name)
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:
@@ -227,7 +240,7 @@ def open_loggers(run: Run, checkpoint: dict[str, Any] | None) -> None:
 def folder_for(run: Run, logger: Logger) -> Path:
     """Return the run's folder, or the one of the same version that ``logger`` asks for."""
     shared = run.folder.path
-    if logger.save_dir is None:
+    if logger.save_dir is None or logger.log_dir == str(shared):
         return shared
     parent = Path(logger.save_dir) / (logger.name or run.trainer.name)
     if parent.resolve() == shared.parent.resolve() and logger.version is None:

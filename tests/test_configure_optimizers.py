@@ -154,7 +154,7 @@ def test_steps_are_no_limit_where_there_is_no_optimizer():
     ("configured", "shown"),
     [
         (lambda m: "adam", "str 'adam'"),
-        (lambda m: SGD, "type <class"),
+        (lambda m: SGD.step, "function <function"),
         (lambda m: [sgd(m), None], "list "),
         (lambda m: [with_step(m)[1]], "list "),
         (lambda m: ([sgd(m)], [], [1]), "tuple "),

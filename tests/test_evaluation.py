@@ -223,7 +223,7 @@ def test_an_evaluation_without_a_model_needs_one_fitted_before():
 
 
 def test_the_best_checkpoint_needs_one_to_be_known():
-    with pytest.raises(LeydenError, match="ckpt_path='best': no checkpoint is known"):
+    with pytest.raises(LeydenError, match="ckpt_path='best': there is no such checkpoint"):
         quiet_trainer().test(Mean(), A, ckpt_path="best")
 
 

@@ -277,3 +277,99 @@ def test_none_leaves_a_choice_at_its_default():
 def test_a_datamodule_is_one():
     with pytest.raises(ConfigError, match="datamodule=5 is no DataModule"):
         quiet_trainer().fit(Regression(), datamodule=5)
+
+
+def test_last_is_looked_for_where_this_trainer_saves(tmp_path):
+    from leyden.plugins import ModelCheckpoint
+
+    def fitted(epochs, **where):
+        saver = ModelCheckpoint(save_last=True, **where)
+        return Trainer(
+            max_epochs=epochs, logger=False, enable_progress_bar=False, name="run",
+            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[saver],
+        )  # fmt: skip
+
+    fitted(5).fit(Regression(), batches(2))  # an older run, elsewhere
+    fitted(1, dirpath=tmp_path / "mine").fit(Regression(), batches(2))
+    again = fitted(3, dirpath=tmp_path / "mine")
+    assert again.fit(Regression(), batches(2), ckpt_path="last").steps == 6
+    assert again.ckpt_path == str(tmp_path / "mine/last.ckpt")
+    with pytest.raises(Exception, match=r"no such checkpoint in \S*other.*save_last=True"):
+        fitted(3, dirpath=tmp_path / "other").fit(Regression(), batches(2), ckpt_path="last")
+
+
+def test_loggers_are_there_before_a_run(tmp_path):
+    trainer = Trainer(
+        max_epochs=1, logger="csv", default_root_dir=tmp_path, enable_progress_bar=False
+    )
+    trainer.logger.log_hyperparams({"by_hand": 7})
+    trainer.fit(Regression(), batches())
+    from pathlib import Path
+
+    assert '"by_hand": 7' in (Path(trainer.log_dir) / "hparams.json").read_text()
+
+
+def test_a_logger_in_use_keeps_its_folder(tmp_path):
+    from leyden.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path / "logs")
+    logger.log_metrics({"before": 1.0}, step=0)
+    trainer = Trainer(max_epochs=1, logger=logger, enable_progress_bar=False)
+    trainer.fit(Regression(), batches())
+    assert trainer.log_dir == logger.log_dir == str(tmp_path / "logs/version_0")
+
+
+def test_callbacks_log_as_the_module_does():
+    class Logging(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.log("from_callback", float(batch_idx))
+            self.log_dict({"a": 1.0, "b": 2.0})
+
+    logging, trainer = Logging(), None
+    trainer = quiet_trainer(callbacks=[logging])
+    result = trainer.fit(Regression(), batches(4))
+    assert (result.metrics["from_callback"], result.metrics["b"]) == (3.0, 2.0)
+    assert not hasattr(logging, "log")  # nothing of the run is kept
+
+
+def test_the_last_batch_is_known():
+    seen = []
+
+    class Asking(Regression):
+        def training_step(self, batch, batch_idx):
+            seen.append(self.trainer.is_last_batch)
+            return super().training_step(batch, batch_idx)
+
+    quiet_trainer(max_epochs=2).fit(Asking(), batches(3))
+    assert seen == [False, False, True] * 2
+
+
+def test_hyperparameters_that_are_no_data_are_all_named():
+    class Port(Regression):
+        def __init__(self, net, optimizer, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    message = r"'net' is of type Linear.*ignore=\['net', 'optimizer'\]\).*attributes of your own"
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer().fit(Port(nn.Linear(1, 1), torch.optim.SGD), batches())
+
+
+def test_classes_in_place_of_objects_are_refused():
+    class GivesAClass(Regression):
+        def configure_optimizers(self):
+            return torch.optim.SGD
+
+    with pytest.raises(ModuleError, match=r"Regression is a class. Pass an object"):
+        quiet_trainer().fit(Regression, batches())
+    with pytest.raises(ModuleError, match=r"returned the class SGD. Make one of it: SGD\(self"):
+        quiet_trainer().fit(GivesAClass(), batches())
+
+
+def test_the_command_runs_as_a_module():
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "leyden.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("leyden ")

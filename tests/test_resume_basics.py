@@ -300,7 +300,7 @@ def test_a_finished_run_resumed_with_its_limits_trains_nothing(tmp_path, caplog)
     with caplog.at_level(logging.INFO):
         fitted(module, ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
     assert module.seen == []
-    assert "Nothing was trained: max_epochs=2 reached." in caplog.text
+    assert "Nothing was trained: max_epochs=2 reached. A higher limit" in caplog.text
     fitted(module, ckpt_path=tmp_path / "end.ckpt", max_epochs=3)
     assert [row[:2] for row in module.seen] == [(2, batch) for batch in range(10)]
 
@@ -315,7 +315,7 @@ def test_a_second_fit_with_the_same_limits_trains_nothing_and_says_so(tmp_path, 
     assert before
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert (len(module.seen), trainer.global_step, trainer.current_epoch) == (20, 20, 2)
-    assert "Nothing was trained: max_epochs=2 reached." in caplog.text
+    assert "Nothing was trained: max_epochs=2 reached. A higher limit" in caplog.text
     assert (result.reason, result.steps, result.epochs) == ("max_epochs=2 reached", 20, 2)
 
 
