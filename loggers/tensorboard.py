@@ -48,6 +48,8 @@ class TensorBoardLogger(FolderLogger):
         self._resumed_at: int | None = None
         self._writer: SummaryWriter | None = None
         self._tags: dict[str, None] = {}
+        self._held: list[tuple[Any, int | None, float]] = []
+        self._hand_over_at = 0.0
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -57,9 +59,10 @@ class TensorBoardLogger(FolderLogger):
 
             # Made on use, not by open: a new writer makes a file and loads a library.
             purge = self._first_step_to_purge()
-            self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=1)
             self._resumed_at = None
-            weakref.finalize(self, self._writer.close)  # what it holds back is lost at exit
+            # What is held back would be lost at exit.
+            weakref.finalize(self, _finish, self._writer, self._held)
             if self._hparams:
                 self._write(self._row()[1])
         return self._writer
@@ -84,8 +87,18 @@ class TensorBoardLogger(FolderLogger):
         scalars = {f"{self._prefix}{name}": number(value) for name, value in metrics.items()}
         # One event holds them all: add_scalar, an event each, takes five times as long.
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(Summary(value=values), step)
+        writer = self.experiment  # before a time is noted: what it writes by itself comes first
+        self._held.append((Summary(value=values), step, time.time()))
         self._tags.update(dict.fromkeys(scalars))
+        # Each event wakes the writer's thread, which takes as long as a training step does, and in
+        # which it holds the interpreter. Every ten seconds is soon enough for a curve.
+        if time.monotonic() >= self._hand_over_at:
+            _add(writer, self._held)
+            self._hand_over_at = time.monotonic() + 10
+
+    def _hand_over(self) -> None:
+        if self._held:
+            _add(self.experiment, self._held)
 
     def log_graph(self, module: nn.Module) -> None:
         if not self._log_graph or self._resumed_at is not None:
@@ -105,10 +118,12 @@ class TensorBoardLogger(FolderLogger):
 
     def flush(self) -> None:
         super().flush()
+        self._hand_over()
         if self._writer is not None or self._hparams:
             self.experiment.flush()
 
     def close(self, status: Literal["success", "failed", "interrupted"] = "success") -> None:
+        self._hand_over()
         if self._hparams and status == "success":
             # TensorBoard takes the first of these it finds in a run: only now are they final.
             experiment, _, end = self._row()
@@ -133,12 +148,23 @@ class TensorBoardLogger(FolderLogger):
         columns, begin, end = make(dict(_flat(plain(self._hparams))), metrics)
         return columns, begin, end
 
-    def _write(self, summary: Any, step: int | None = None) -> None:
-        writer: Any = self.experiment  # to it a summary is private
-        writer._get_file_writer().add_summary(summary, step)
+    def _write(self, summary: Any) -> None:
+        _add(self.experiment, [(summary, None, time.time())])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None}
+        return {**self.__dict__, "_writer": None, "_held": []}
+
+
+def _add(writer: Any, held: list[tuple[Any, int | None, float]]) -> None:
+    """Write what is ``held``, summaries with their step and time, and hold it no longer."""
+    for summary in held:
+        writer._get_file_writer().add_summary(*summary)
+    held.clear()
+
+
+def _finish(writer: SummaryWriter, held: list[tuple[Any, int | None, float]]) -> None:
+    _add(writer, held)
+    writer.close()
 
 
 def _flat(hparams: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -32,14 +32,11 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
         count = sizer(batch)
         if count is not None:
             return int(count)
+    own = None if type(batch) in (tuple, list) else own_count(batch)
+    if own is not None:
+        return own
     rows: set[int] = set()
-    if type(batch) in (tuple, list) and all(type(part) is Tensor and part.ndim for part in batch):
-        rows.update([part.size(0) for part in batch])  # what most batches are, at little cost
-    else:
-        own = own_count(batch)
-        if own is not None:
-            return own
-        _add_rows(batch, rows)
+    _add_rows(batch, rows)
     if len(rows) == 1:
         return rows.pop()
     if batch is None or isinstance(batch, (int, float)) or getattr(batch, "shape", None) == ():
@@ -75,7 +72,10 @@ def _add_rows(batch: Any, rows: set[int]) -> None:
             _add_rows(value, rows)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            _add_rows(value, rows)
+            if type(value) is Tensor and value.ndim:
+                rows.add(value.size(0))  # what most batches hold, without a call for each
+            else:
+                _add_rows(value, rows)
     elif is_dataclass(batch):
         for field in fields(batch):
             _add_rows(getattr(batch, field.name), rows)
