@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from . import hparams
+from .hparams import KeepsHyperparameters
 from .overrides import DataHooks
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class DataModule(DataHooks):
+class DataModule(DataHooks, KeepsHyperparameters):
     """Where data comes from, reusable between Modules.
 
     Define ``train_dataloader`` and its sisters; download in ``prepare_data``, which runs once per
@@ -25,8 +24,6 @@ class DataModule(DataHooks):
     trainer: Trainer | None = None
     prepare_data_per_node: bool = True
     """Whether ``prepare_data`` runs on every machine, or on the first alone."""
-    _hparams: hparams.HyperParameters | None = None
-    _log_hyperparams: bool = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this DataModule."""
@@ -34,34 +31,6 @@ class DataModule(DataHooks):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned when the checkpoint was saved."""
-
-    def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: Sequence[str] | str | None = None,
-        frame: Any = None,
-        logger: bool = True,
-    ) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
-
-        Args:
-            *args: Names of those to keep; by default all. Or one dict, namespace or dataclass.
-            ignore: Names of those to leave out.
-            frame: Where the arguments are; by default the caller's.
-            logger: Whether the loggers record them.
-        """
-        current = inspect.currentframe()
-        frame = frame or (current.f_back if current else None)
-        found = hparams.collect(frame, self, args, ignore)
-        self.hparams.update(found)
-        self._log_hyperparams = logger
-
-    @property
-    def hparams(self) -> hparams.HyperParameters:
-        """The hyperparameters that `save_hyperparameters` kept."""
-        if self._hparams is None:
-            self._hparams = hparams.HyperParameters()
-        return self._hparams
 
     @classmethod
     def from_datasets(

@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -300,3 +300,39 @@ def _loggable(value: Any) -> float | int | str | bool:
         return value
     text = " ".join(str(value).split())
     return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+class KeepsHyperparameters:
+    """An object that keeps what it was made with: a Module or a DataModule."""
+
+    _hparams: HyperParameters | None = None
+    _log_hyperparams: bool = True
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: Any = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
+
+        Args:
+            *args: Names of those to keep; by default all. Or one dict, namespace or dataclass that
+                holds them.
+            ignore: Names of those to leave out.
+            frame: Where the arguments are; by default the caller's.
+            logger: Whether the loggers record them.
+        """
+        current = inspect.currentframe()
+        frame = frame or (current.f_back if current else None)
+        found = collect(frame, self, args, ignore)
+        self.hparams.update(found)
+        self._log_hyperparams = logger
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """The hyperparameters that `save_hyperparameters` kept."""
+        if self._hparams is None:
+            self._hparams = HyperParameters()
+        return self._hparams

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from . import checkpoints, hparams
+from . import checkpoints
 from .errors import ModuleError
+from .hparams import KeepsHyperparameters
 from .overrides import DataHooks, TrainingHooks
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class Module(DataHooks, TrainingHooks, nn.Module):
+class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
     """A model together with how it is trained.
 
     Define ``training_step`` and ``configure_optimizers`` and pass it to ``Trainer.fit``. Outside of
@@ -39,8 +39,6 @@ class Module(DataHooks, TrainingHooks, nn.Module):
 
     _trainer: Trainer | None = None
     _logged: Logged | None = None
-    _hparams: hparams.HyperParameters | None = None
-    _log_hyperparams: bool = True
     _is_configured: bool = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -169,35 +167,6 @@ class Module(DataHooks, TrainingHooks, nn.Module):
         """Print on rank 0, above the progress bar."""
         if self._trainer is None or self._trainer.is_global_zero:
             print(*args, **kwargs)
-
-    def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: Sequence[str] | str | None = None,
-        frame: Any = None,
-        logger: bool = True,
-    ) -> None:
-        """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
-
-        Args:
-            *args: Names of those to keep; by default all. Or one dict, namespace or dataclass that
-                holds them.
-            ignore: Names of those to leave out.
-            frame: Where the arguments are; by default the caller's.
-            logger: Whether the loggers record them.
-        """
-        current = inspect.currentframe()
-        frame = frame or (current.f_back if current else None)
-        found = hparams.collect(frame, self, args, ignore)
-        self.hparams.update(found)
-        self._log_hyperparams = logger
-
-    @property
-    def hparams(self) -> hparams.HyperParameters:
-        """The hyperparameters that `save_hyperparameters` kept."""
-        if self._hparams is None:
-            self._hparams = hparams.HyperParameters()
-        return self._hparams
 
     @classmethod
     def load_from_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,10 +133,12 @@ def share_of(run: Run, result: Any, loss: Tensor) -> Tensor:
         return loss / window.divisor
     if isinstance(weight, Tensor):
         weight = weight.detach()
-    if getattr(weight, "ndim", 0) or not hasattr(weight, "__float__"):
+    is_number = not getattr(weight, "ndim", 0) and hasattr(weight, "__float__")
+    # A tensor's value is not waited for.
+    if not is_number or not (isinstance(weight, Tensor) or 0 <= weight < math.inf):
         raise ModuleError(
             f"{owner}.training_step returned the weight {weight!r:.80}. Return how many items the "
-            "loss is the mean of: a number, or a tensor of shape ()."
+            "loss is the mean of: a number from 0 on, or a tensor of shape ()."
         )
     window.weight = weight if window.weight is None else window.weight + weight
     return loss * weight

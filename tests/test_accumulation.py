@@ -214,7 +214,9 @@ def test_weights_for_some_batches_only_are_refused(weighted):
 def test_a_weight_that_is_no_number_is_refused(weight):
     module = Weighted()
     module.as_weight = lambda n: weight
-    with pytest.raises(ModuleError, match=r"returned the weight .* a number, or a tensor of shape"):
+    with pytest.raises(
+        ModuleError, match=r"returned the weight .* a number from 0 on, or a tensor of shape"
+    ):
         fitted(module, [torch.ones(1)])
 
 

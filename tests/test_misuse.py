@@ -373,3 +373,13 @@ def test_the_command_runs_as_a_module():
     command = [sys.executable, "-m", "leyden.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("leyden ")
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "many"])
+def test_a_weight_is_a_number_of_items(weight):
+    class Weighted(Regression):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "weight": weight}
+
+    with pytest.raises(ModuleError, match=r"returned the weight .* a number from 0 on"):
+        quiet_trainer().fit(Weighted(), batches())
