@@ -13,6 +13,12 @@ from leyden.plugins import PyTorchProfiler, SimpleProfiler
 WORK = 0.01
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """What a profiler writes by default stays out of the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Slow(Module):
     """Works for a known time in its steps."""
 
