@@ -20,8 +20,11 @@ def compiled_once(module: Module, compile_step: Any) -> Iterator[None]:
         return
     module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
     # Counts reached through an nn.Module, such as self.global_step, are constants otherwise.
-    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-        yield
+    try:
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            yield
+    finally:
+        module.__dict__.pop("log", None)
 
 
 def has_compiled_parts(module: Module) -> bool:

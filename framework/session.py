@@ -36,7 +36,7 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
     trainer.is_running, trainer.folder = True, run.folder
     status: Status = "failed"
     try:
-        with Signals(run), torch_flags(trainer):
+        with Signals(run), torch_flags(trainer), lent_log(run.callbacks, run.module):
             wire(run, request)
             with compiled_once(run.module, request.compile_step):
                 yield run
@@ -85,7 +85,7 @@ def take_down(run: Run, status: Status) -> None:
         ),
         *((lambda logger=logger: logger.close(status)) for logger in run.loggers),
         run.strategy.close,
-        lambda: release(run.module, run.callbacks),
+        lambda: release(run.module),
     ]
     error = sys.exc_info()[1]
     # A stream that is closed is no error, so one of theirs is raised where it is closed.
@@ -93,9 +93,28 @@ def take_down(run: Run, status: Status) -> None:
     tell_everyone([lambda step=step: step() for step in steps], after=after)
 
 
-def release(module: Module, callbacks: Sequence[Any]) -> None:
-    """Make ``module`` a plain one again, which nothing of the run holds on to."""
+@contextmanager
+def lent_log(callbacks: Sequence[Any], module: Module) -> Iterator[None]:
+    """Let callbacks log as Lightning's do inside: their ``self.log`` is the Module's.
+
+    One that has something of its own under that name keeps it.
+    """
+    lent = [
+        (callback, name)
+        for callback in callbacks
+        for name in ("log", "log_dict")
+        if not hasattr(callback, name)
+    ]
+    for callback, name in lent:
+        setattr(callback, name, getattr(module, name))
+    try:
+        yield
+    finally:
+        for callback, name in lent:
+            callback.__dict__.pop(name, None)
+
+
+def release(module: Module) -> None:
+    """Make ``module`` a plain one again."""
     module.untoggle_optimizer()
-    for holder in (module, *callbacks):
-        for name in ("_logged", "log", "log_dict"):
-            holder.__dict__.pop(name, None)
+    module.__dict__.pop("_logged", None)

@@ -8,7 +8,7 @@ restored → the steps are prepared.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -151,7 +151,6 @@ def wire(run: Run, request: Request) -> None:
         if owner is not None and overrides(owner, "prepare_data"):
             owner.prepare_data()
     before = dict(module.named_parameters()) if has_run else {}
-    lend_log(run.callbacks, module)
     for hook in run.hooks.setup:
         hook(trainer, module, run.stage)
     if request.checkpoint is None:
@@ -171,14 +170,6 @@ def wire(run: Run, request: Request) -> None:
             logger.log_graph(module)
     wire_evaluations(run, request)
     announce(run)
-
-
-def lend_log(callbacks: Sequence[Any], module: Module) -> None:
-    """Let callbacks log as Lightning's do: ``self.log`` of a callback is the Module's, in a run."""
-    for callback in callbacks:
-        for name in ("log", "log_dict"):
-            if not hasattr(type(callback), name):
-                callback.__dict__[name] = getattr(module, name)
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:

@@ -332,6 +332,20 @@ def test_callbacks_log_as_the_module_does():
     assert not hasattr(logging, "log")  # nothing of the run is kept
 
 
+def test_a_callback_keeps_what_it_calls_log_itself():
+    class Own(Callback):
+        def __init__(self):
+            self.log, self.seen = [], []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.log.append(batch_idx)
+
+    own = Own()
+    trainer = quiet_trainer(callbacks=[own], max_epochs=2)
+    trainer.fit(Regression(), batches(3))
+    assert own.log == [0, 1, 2, 0, 1, 2]
+
+
 def test_the_last_batch_is_known():
     seen = []
 
