@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import checkpoints as checkpoints
     from .callback import Callback as Callback
     from .datamodule import DataModule as DataModule
     from .errors import CheckpointError as CheckpointError
@@ -61,9 +62,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
         globals()[name] = value
         return value
+    if name == "checkpoints":
+        return importlib.import_module(".checkpoints", __name__)
     hint = f" It is {_LIGHTNING[name]} here." if name in _LIGHTNING else ""
     raise AttributeError(f"module 'leyden' has no attribute {name!r}.{hint}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "checkpoints"]

@@ -1,202 +1,176 @@
-"""What a checkpoint holds, and how a run or a Module takes it back.
+"""Look at checkpoints, check, convert and compare them: ``from leyden import checkpoints``.
 
-A checkpoint is a dict that ``torch.load(weights_only=True)`` reads. ``state_dict``, ``epoch`` and
-``global_step`` stand under Lightning's keys; everything of leyden's own is described in `gathered`.
+Every path is a local one or a URL. Nothing here runs code from a file.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from torch import nn
+from . import content, locations, tensor_files
+from .content import Checkpoint as Checkpoint
+from .content import Summary as Summary
+from .difference import Difference as Difference
+from .difference import between
+from .errors import unknown
+from .saving import checkpointer_for, load
+from .weights import HOLDERS, read_weights
 
-from . import encoding, hparams, rng
-from .errors import CheckpointError, did_you_mean
-from .manager import Registry
-from .resume import clean, optimizer_state, stateful, window_state
-
-if TYPE_CHECKING:
-    from .protocols import Checkpointer
-    from .run import Run
-
-FORMAT = 1
-OWN = frozenset(
-    [
-        "leyden",
-        "epoch",
-        "global_step",
-        "state",
-        "state_dict",
-        "folder",
-        "hyper_parameters",
-        "datamodule_hyper_parameters",
-        "optimizer_states",
-        "lr_schedulers",
-        "precision",
-        "callbacks",
-        "loggers",
-        "rng",
-        "epoch_rng",
-        "window",
-        "datamodule",
-    ]
-)
-"""Every entry that leyden writes; others were added by ``on_save_checkpoint``."""
-SHAPE: dict[str, type] = {
-    **dict.fromkeys(("leyden", "state", "state_dict", "callbacks", "precision", "rng"), dict),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers", "loggers"), list),
-}
-"""What some entries are, which a damaged or foreign file may hold otherwise."""
+Options = Mapping[str, Any] | None
+"""What fsspec takes for the file system of a URL, such as ``{"anon": True}``."""
+_TAKEN = {
+    "leyden", "folder", "epoch", "global_step", "state", "hyper_parameters", "optimizer_states",
+    "lr_schedulers", "callbacks", "trainer",
+}  # fmt: skip
+_VERSIONS = ("format", "version", "git", "python", "torch", "numpy", "written_by")
 
 
-def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
-    """Return the checkpoint of ``run`` as it stands.
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint of a folder."""
+
+    path: str
+    step: int | None
+    epoch: int | None
+    time: float
+    """When it was saved, in seconds since 1970."""
+    size: int
+    """Bytes of the file."""
+    kind: str | None
+    """``"training"``, ``"weights"``, or None where the file does not say."""
+    complete: bool
+    """Whether all of it was written."""
+
+
+def open(path: str | Path, storage_options: Options = None) -> Checkpoint:
+    """Return the checkpoint at ``path``, one of leyden or of Lightning, or a file of weights.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    checkpointer = checkpointer_for(str(path), storage_options)
+    found = load(checkpointer, str(path))
+    manifest = {**found.get("leyden", {}), **checkpointer.manifest(str(path))}
+    return Checkpoint(str(path), manifest, found)
+
+
+def inspect(path: str | Path, storage_options: Options = None) -> Summary:
+    """Return what the checkpoint at ``path`` holds and what it can be used for.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    files, name = _file_system(path, storage_options)
+    return content.summary(open(path, storage_options), int(files.du(name)))
+
+
+def list(folder: str | Path, storage_options: Options = None) -> Sequence[Entry]:
+    """Return the checkpoints in ``folder`` and below it, the newest first.
+
+    A file with several names, such as ``last.ckpt``, is there once. What was not written to its end
+    is there as not complete.
+    """
+    checkpointer = checkpointer_for(str(folder), storage_options)
+    complete = checkpointer.find(str(folder))
+    entries = [_entry(path, storage_options, checkpointer.manifest(path)) for path in complete]
+    files, root = _file_system(folder, storage_options)
+    known = {_file_system(path, storage_options)[1] for path in complete}
+    for name in files.find(root):
+        path = locations.join(folder, name.removeprefix(root.rstrip("/")).lstrip("/"))
+        is_other = name.endswith(checkpointer.extension) and name not in known
+        if is_other and not checkpointer.exists(path):
+            entries.append(_entry(path, storage_options, None))
+    return sorted(entries, key=lambda entry: -entry.time)
+
+
+def verify(path: str | Path, storage_options: Options = None) -> None:
+    """Read all of the checkpoint at ``path`` and compare it with its checksum.
+
+    Raises:
+        CheckpointError: There is none, or it is not as it was written.
+    """
+    checkpointer_for(str(path), storage_options).verify(str(path))
+
+
+def convert(
+    path: str | Path, target: str | Path, to: str | None = None, storage_options: Options = None
+) -> None:
+    """Write the weights at ``path``, and nothing else of it, at ``target``.
 
     Args:
-        run: The run to save.
-        weights_only: Leave out all that only a resumed training needs.
+        path: A checkpoint, or any file that `Module.load_weights` reads.
+        target: The file to write.
+        to: ``"weights"``, a state_dict that ``torch.load`` reads, or ``"safetensors"``; by default
+            as the name of ``target`` ends.
+        storage_options: What fsspec takes for the file systems of URLs.
+
+    Raises:
+        CheckpointError: The file cannot be read, or the other not be written.
+        ConfigError: ``to`` is unknown.
     """
-    state = run.state
-    if run.losses is not None:
-        run.losses.read()  # so that the count of those that are not finite is up to date
-    checkpoint: dict[str, Any] = {
-        "leyden": {"format": FORMAT, "version": metadata.version("leyden")},
-        "epoch": max(0, state.epoch - (state.batch == 0)),  # the one its last batch was of
-        "global_step": state.step,
-        "state": state.as_dict(),
-        "state_dict": {clean(name): t for name, t in run.module.state_dict().items()},
-        "folder": str(run.folder.path) if run.folder.is_made else None,
-        **run.hyperparameters,
+    place = str(target)
+    to = to or ("safetensors" if place.endswith(tensor_files.ENDING) else "weights")
+    if to not in ("weights", "safetensors"):
+        raise unknown("format", to, ("weights", "safetensors"), "Pass one of them as to=….")
+    weights = read_weights(checkpointer_for(str(path), storage_options), str(path))
+    if to == "weights":
+        checkpointer_for(place, storage_options).save(weights, place)
+    else:
+        tensor_files.write(weights, place, storage_options)
+
+
+def diff(
+    a: str | Path | Checkpoint, b: str | Path | Checkpoint, storage_options: Options = None
+) -> Difference:
+    """Return in what checkpoint ``b`` differs from ``a``; the result is false where in nothing.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    first, second = (
+        checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint, storage_options)
+        for checkpoint in (a, b)
+    )
+    return between(_parts(first), _parts(second))
+
+
+def _parts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return all that a checkpoint holds by the parts of a `Difference`."""
+    own, manifest = dict(checkpoint), checkpoint.manifest
+    parts = {
+        "weights": checkpoint.state_dict,
+        "counters": {**own.get("state", {}), "epoch": checkpoint.epoch, "step": checkpoint.step},
+        "hyper_parameters": checkpoint.hyper_parameters,
+        "optimizers": checkpoint.optimizer_states,
+        "schedules": checkpoint.lr_schedulers,
+        "callbacks": checkpoint.callbacks,
+        "trainer": own.get("trainer", {}),
+        "versions": {name: manifest[name] for name in _VERSIONS if name in manifest},
     }
-    if not weights_only:
-        checkpoint |= {
-            "optimizer_states": [optimizer_state(run, optimizer) for optimizer in run.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-            "precision": run.precision.state_dict(),
-            "callbacks": {
-                key: as_data(callback.state_dict(), f"The state_dict() of {key}")
-                for key, callback in stateful(run.callbacks).items()
-            },
-            "loggers": [logger.state_dict() for logger in run.loggers],
-            "rng": rng.capture(),
-            "epoch_rng": run.epoch_rng,
-            "window": window_state(run),
-        }
-        if run.datamodule is not None:
-            state_dict = run.datamodule.state_dict()
-            checkpoint["datamodule"] = as_data(state_dict, "The state_dict() of the DataModule")
-    for hook in run.hooks.on_save_checkpoint:
-        hook(run.trainer, run.module, checkpoint)
-    added = {name: value for name, value in checkpoint.items() if name not in OWN}
-    return checkpoint | as_data(added, "What on_save_checkpoint added")
+    is_weight = {*checkpoint.state_dict, *HOLDERS}
+    parts["others"] = {n: v for n, v in own.items() if n not in _TAKEN and n not in is_weight}
+    return parts
 
 
-def as_data(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return ``value`` as a file holds it.
-
-    Raises:
-        CheckpointError: Something in it is no data, but an object with code.
-    """
-    try:
-        return encoding.encode(value)  # type: ignore[no-any-return]
-    except encoding.NotData as error:
-        raise CheckpointError(
-            f"{what}: {error} Save what it takes to make the object again instead."
-        ) from error
+def _file_system(path: str | Path, storage_options: Options) -> tuple[Any, str]:
+    """Return the file system that ``path`` is in, and its name there."""
+    place, options = locations.absolute(path), storage_options or {}
+    return import_module("fsspec").url_to_fs(place, **options)  # type: ignore[no-any-return]
 
 
-def save(run: Run, path: str, weights_only: bool = False) -> None:
-    """Write the checkpoint of ``run`` at ``path``."""
-    checkpoint = gathered(run, weights_only)
-    if run.strategy.rank == 0:
-        run.checkpointer.save(checkpoint, path)
-    run.strategy.barrier()
-
-
-def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
-    """Return the checkpoint at ``path``, on the CPU.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, or a newer leyden wrote it.
-    """
-    checkpoint = checkpointer.load(path)
-    damaged = [n for n, kind in SHAPE.items() if not isinstance(checkpoint.get(n, kind()), kind)]
-    if damaged:
-        raise CheckpointError(
-            f"{path!r} is damaged: its {', '.join(map(repr, damaged))} is not what a Trainer saves."
-            " Use another checkpoint."
-        )
-    written = checkpoint.get("leyden", {})
-    if written.get("format", 0) > FORMAT:
-        raise CheckpointError(
-            f"{path!r} was written by leyden {written.get('version')} in format "
-            f"{written['format']}, and this one reads up to {FORMAT}. Install leyden "
-            f"{written.get('version')} or newer."
-        )
-    added = {name: encoding.decode(value) for name, value in checkpoint.items() if name not in OWN}
-    return checkpoint | added
-
-
-def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-    """Load the checkpoint's weights into ``module``, whichever of its parts are compiled.
-
-    Raises:
-        CheckpointError: They do not fit.
-    """
-    saved = checkpoint.get("state_dict")
-    if saved is None:
-        raise CheckpointError(
-            f"This file holds no 'state_dict'; it holds {sorted(map(str, checkpoint))}. Pass a "
-            "checkpoint that a Trainer saved."
-        )
-    own = {clean(name): name for name in module.state_dict()}
-    named = {own.get(clean(name), name): tensor for name, tensor in saved.items()}
-    try:
-        module.load_state_dict(named, strict=strict)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"The checkpoint's weights do not fit {type(module).__name__}: {error} To load those "
-            "that fit by name, pass strict=False or set strict_loading = False on the Module."
-        ) from error
-
-
-def rebuilt(
-    cls: type[Any],
-    path: Any,
-    map_location: Any,
-    strict: bool | None,
-    types: Sequence[type],
-    arguments: Mapping[str, Any],
-) -> Any:
-    """Return a Module of class ``cls`` from the checkpoint at ``path``.
-
-    Its constructor's random numbers are drawn apart, so that loading changes nothing that follows.
-    """
-    checkpoint = load(Registry().make("checkpointer", "file"), str(path))
-    known = [*hparams.types_in_annotations(cls), *types]
-    saved = hparams.decode(checkpoint.get("hyper_parameters", {}), known)
-    for name in set(arguments) - set(hparams.matching(cls.__init__, arguments)):
-        names = list(inspect.signature(cls.__init__).parameters)[1:]
-        raise CheckpointError(
-            f"load_from_checkpoint({name}=…): {cls.__name__}.__init__ has no such argument."
-            f"{did_you_mean(name, names)} Known: {', '.join(names) or 'none'}."
-        )
-    saved.update(arguments)
-    with rng.isolated():
-        try:
-            module = cls(**hparams.matching(cls.__init__, saved))
-        except TypeError as error:
-            raise CheckpointError(
-                f"{cls.__name__} cannot be made from the hyperparameters in {str(path)!r}: {error}."
-                " Pass what is missing to load_from_checkpoint, or call "
-                "self.save_hyperparameters() in __init__."
-            ) from error
-        module._configure_once()
-    module.on_load_checkpoint(checkpoint)
-    restore_weights(module, checkpoint, module.strict_loading if strict is None else strict)
-    if map_location is not None:
-        module.to(map_location)
-    return module
+def _entry(path: str, storage_options: Options, manifest: Mapping[str, Any] | None) -> Entry:
+    files, name = _file_system(path, storage_options)
+    told = manifest or {}
+    return Entry(
+        path=path,
+        step=told.get("global_step"),
+        epoch=told.get("epoch"),
+        time=told["time"] if "time" in told else files.modified(name).timestamp(),
+        size=int(files.du(name)),
+        kind=told.get("kind"),
+        complete=manifest is not None,
+    )

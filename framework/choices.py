@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
 PRECISIONS = {
@@ -152,3 +155,13 @@ def device_count(choice: Any) -> int | list[int]:
 def precision_name(value: Any) -> Any:
     """Return the registered name that ``value`` stands for, or ``value`` itself."""
     return PRECISIONS.get(str(value), value) if isinstance(value, (int, str)) else value
+
+
+def try_everything_briefly(trainer: Trainer) -> None:
+    """Limit ``trainer`` to the ``fast_dev_run`` batches of each stage."""
+    n = trainer.fast_dev_run
+    trainer.limit_train_batches = trainer.limit_val_batches = n
+    trainer.limit_test_batches = trainer.limit_predict_batches = n
+    trainer.max_epochs, trainer.max_steps = 1, n
+    trainer.num_sanity_val_steps, trainer.val_check_interval = 0, 1.0
+    trainer.check_val_every_n_epoch, trainer.log_every_n_steps = 1, 1

@@ -13,7 +13,7 @@ import math
 import sys
 import types
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -33,6 +33,7 @@ _ALLOWED = (
 TAG = "__leyden__"
 _MAX_DEPTH = 100
 _MAX_BITS = 2000  # of an int; the safe loader reads up to 2039
+_TORCH_READS = (torch.dtype, torch.device, torch.Size, complex, bytes, bytearray)
 _NUMPY_KINDS = "biufcSUMm"  # numbers, text and dates; others hold objects
 
 
@@ -89,6 +90,28 @@ def _is_plain(value: Any) -> bool:
     if kind in (torch.Tensor, torch.nn.Parameter):
         return bool(value.is_leaf)  # others belong to a graph
     return kind in (type(None), bool, float, str)
+
+
+def readable(value: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return ``value`` as the safe loader reads it: NumPy's numbers become Python's.
+
+    Unlike `encode` it keeps the types that torch allows, for readers other than leyden.
+
+    Raises:
+        NotData: Something in it is of a type that the safe loader refuses.
+    """
+    kind = type(value)
+    if _is_plain(value) or isinstance(value, torch.Tensor) or kind in _TORCH_READS:
+        return value
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        made: type[Any] = dict if kind is defaultdict else kind
+        return made({readable(k, path): readable(v, (*path, k)) for k, v in value.items()})
+    if kind in (list, tuple, set):
+        return kind(readable(part, (*path, index)) for index, part in enumerate(value))
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.generic) and _is_plain(value.item()):
+        return value.item()
+    raise NotData(path, f"is of type {kind.__name__}, which the safe loader does not read.")
 
 
 def _dump(value: Any) -> dict[str, Any] | None:

@@ -51,9 +51,9 @@ class Entry:
     """
 
     __slots__ = (
-        "block", "epoch_name", "in_batch", "is_newest", "is_unsent", "metric", "name", "names",
-        "number", "on_epoch", "on_step", "options", "plain_name", "reduction", "step_name", "total",
-        "value", "weight", "weights",
+        "block", "epoch_name", "in_batch", "is_newest", "is_restored", "is_unsent", "metric",
+        "name", "names", "number", "on_epoch", "on_step", "options", "plain_name", "reduction",
+        "step_name", "total", "value", "weight", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +92,8 @@ class Entry:
         """Whether ``value`` came after the last record of the loggers, and after the last epoch."""
         self.metric: Any = None
         """The object that reduces the epoch itself, where one was logged."""
+        self.is_restored = False
+        """Whether it came from a checkpoint, which knows a reduction by its name alone."""
         self.forget_epoch()
 
     def forget_epoch(self) -> None:
@@ -155,6 +157,14 @@ class Entry:
             return total + self.number
         pick = torch.minimum if self.reduction == "min" else torch.maximum
         return pick(total, total.new_tensor(self.number))
+
+    def is_logged_with(self, options: Options, in_batch: bool) -> bool:
+        """Return whether this is how the name was logged before, and learn its exact options."""
+        if self.is_restored and options.reduce_fx in REDUCTIONS:
+            reduction = REDUCTIONS[options.reduce_fx]
+            if self.options == options._replace(reduce_fx=reduction):
+                self.options, self.is_restored = options, False
+        return self.options == options and self.in_batch is in_batch
 
     def hold(self, metric: Any) -> None:
         """Let ``metric``, an object that reduces by itself, be the epoch's reduction.

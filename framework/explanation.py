@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .parts import with_module_callbacks
 from .wiring import hooks_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def explanation(trainer: Trainer, module: Any) -> str:
     }
     parts = [trainer.registry.resolved(kind, choice) for kind, choice in chosen.items()]
     parts += trainer.logger_choices
-    callbacks = trainer.callbacks if module is None else trainer.callbacks_for(module)
+    callbacks = trainer.callbacks
+    if module is not None:
+        callbacks = with_module_callbacks(trainer._callbacks, module)
     lines = []
     for hook, found in hooks_of(trainer, callbacks, parts, module).order.items():
         for number, impl in enumerate(found, start=1):

@@ -5,7 +5,7 @@ fit
     on_fit_start
     on_sanity_check_start, a few batches of validate, on_sanity_check_end
     on_train_start
-    at the start, if asked: validate, on_save_point("step")
+    at the start, if asked or cut short before: validate, on_save_point("step")
     for each epoch
         on_train_epoch_start
         for each batch
@@ -63,12 +63,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from . import rng
-from .data.source import tell_epoch
-from .errors import ModuleError
 from .inference import forget_inference
 from .metrics import Logged, Readings, to_floats
-from .rank_zero import rank_zero_info, rank_zero_warn
-from .step import open_window, step_schedule, update, warn_of_unheld
+from .rank_zero import rank_zero_info
+from .step import open_window, refuse_standstill, step_schedule, update, warn_of_unheld
 
 if TYPE_CHECKING:
     from .run import Evaluation, Run
@@ -83,10 +81,8 @@ def fit(run: Run) -> None:
     module.__dict__["_logged"] = run.metrics.train
     for hook in hooks.on_train_start:
         hook(trainer, module)
-    if "start" in run.validate_at and state.total_batches == 0:
-        validate(run)
-        for hook in hooks.on_save_point:
-            hook(trainer, module, "step")
+    go_on_drawing(run)
+    validate_first(run)
 
     begun_at, begun_step = state.total_batches, state.step
     idle = 0
@@ -101,7 +97,7 @@ def fit(run: Run) -> None:
         rank_zero_info("No step updated any weights: each loss was None, or was left out.")
 
     if run.interrupted_by is None:
-        send(run, run.metrics.finish(run.metrics.train))  # of an epoch left in its middle
+        send(run, run.metrics.so_far(run.metrics.train))  # of an epoch left in its middle
         if "end" in run.validate_at and state.validated_batch != state.total_batches:
             validate(run)
     module.__dict__["_logged"] = None
@@ -114,29 +110,38 @@ def fit(run: Run) -> None:
         hook(trainer, module)
 
 
-def refuse_standstill(run: Run, epochs: int) -> None:
-    """Refuse to go on without end where ``epochs`` in a row have updated nothing.
+def validate_first(run: Run) -> None:
+    """Hold the validation that is due before any batch: one asked for, or one that was cut."""
+    state = run.state
+    if state.pending_validation or ("start" in run.validate_at and state.total_batches == 0):
+        validate(run)
+        if not (state.pending_validation or run.window.used):
+            for hook in run.hooks.on_save_point:
+                hook(run.trainer, run.module, "step")
 
-    Raises:
-        ModuleError: No limit on epochs would end it. A gradient scaler finds its scale sooner.
-    """
-    if epochs >= 100 and run.max_epochs == float("inf"):
-        raise ModuleError(
-            f"{epochs} epochs in a row updated no weights: each loss was None or left out, or no "
-            "optimizer was stepped. max_steps is not going to be reached: pass max_epochs."
-        )
+
+def go_on_drawing(run: Run) -> None:
+    """Let a resumed run's random generators go on from where they were, whatever hooks drew."""
+    if run.resumed_rng is not None:
+        rng.restore(run.resumed_rng)
+
+
+def begin_epoch(run: Run) -> Generator[tuple[Any, bool]]:
+    """Return the batches of the epoch that begins, or the rest of the one that goes on."""
+    run.reload()
+    for hook in run.hooks.on_train_epoch_start:
+        hook(run.trainer, run.module)
+    if run.state.batch:
+        go_on_drawing(run)  # the hooks' turn was before the run was saved
+    run.resumed_rng = None
+    return run.train.batches(run.state.epoch)
 
 
 def train_epoch(run: Run) -> None:
     """Train on one pass over the data, or on the rest of it."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     logged, n = run.metrics.train, run.accumulate
-    run.reload()
-    tell_epoch(run.train.loader, state.epoch)
-    for hook in hooks.on_train_epoch_start:
-        hook(trainer, module)
-
-    batches = epoch_batches(run)
+    batches = begin_epoch(run)
     is_last = run.epoch_is_skipped = False
     logged.in_batch = True
     for batch, is_last in batches:
@@ -146,6 +151,7 @@ def train_epoch(run: Run) -> None:
         closes = is_last or (batch_idx + 1) % n == 0
         if not run.window.open:
             open_window(run, batch_idx)
+        run.is_in_step = True
         for hook in hooks.on_train_batch_start:
             hook(trainer, module, batch, batch_idx)
         if run.epoch_is_skipped:
@@ -154,6 +160,7 @@ def train_epoch(run: Run) -> None:
         outputs = run.train_batch(run, batch, batch_idx, closes)
         state.batch, state.total_batches = batch_idx + 1, state.total_batches + 1
         state.elapsed = perf_counter() - run.began
+        run.is_in_step = False
 
         for hook in hooks.on_train_batch_end:
             hook(trainer, module, outputs, batch, batch_idx)
@@ -163,6 +170,9 @@ def train_epoch(run: Run) -> None:
             log_step(run)
         if run.validation_due(state, is_last, stepped):
             validate(run)
+            if state.pending_validation:  # it was interrupted, and is to come before all else
+                is_last = False
+                break
         if closes:
             for hook in hooks.on_save_point:
                 hook(trainer, module, "step")
@@ -178,10 +188,12 @@ def train_epoch(run: Run) -> None:
             end_early(run)
     batches.close()
 
+    logged.in_batch = run.is_in_step = False
+    if state.pending_validation:
+        return
     if run.window.used:
         update(run)  # the epoch was left inside a step
     run.window.open = False
-    logged.in_batch = False
     if is_last or run.epoch_is_skipped:
         end_epoch(run)
 
@@ -197,34 +209,11 @@ def end_early(run: Run) -> None:
         validate(run)
 
 
-def warn_of_shorter(run: Run) -> None:
-    """Warn that a resumed epoch has fewer batches than were already read of it."""
-    length = run.train.length
-    if length is not None and run.state.batch > length > 0:
-        rank_zero_warn(
-            f"The checkpoint was saved after batch {run.state.batch} of an epoch, which now has "
-            f"{length}: nothing is left of it. Resume with the data and limits it was saved with."
-        )
-
-
-def epoch_batches(run: Run) -> Generator[tuple[Any, bool]]:
-    """Return the batches of the epoch that begins, or the rest of the one that goes on."""
-    if run.resumed_rng is None or run.epoch_rng is None:
-        run.epoch_rng = rng.capture()
-        return run.train.batches(run.state.batch)
-    warn_of_shorter(run)
-    # The loader draws its order as it did when the epoch began; then everything goes on from here.
-    rng.restore(run.epoch_rng)
-    batches = run.train.batches(run.state.batch)
-    rng.restore(run.resumed_rng)
-    run.resumed_rng = None
-    return batches
-
-
 def end_epoch(run: Run) -> None:
     """End a complete pass: its metrics, per-epoch schedules, and the count."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     warn_of_unheld(run)
+    run.is_in_step = True  # an error from here on leaves the end of the epoch half done
     for hook in hooks.on_train_epoch_end:
         hook(trainer, module)
     send(run, run.metrics.finish(run.metrics.train))
@@ -232,7 +221,7 @@ def end_epoch(run: Run) -> None:
         for config in run.schedulers:
             if config.interval == "epoch" and (state.epoch + 1) % config.frequency == 0:
                 step_schedule(run, config)
-    state.epoch, state.batch = state.epoch + 1, 0
+    state.epoch, state.batch, run.is_in_step = state.epoch + 1, 0, False
     for hook in hooks.on_save_point:
         hook(trainer, module, "epoch")
 
@@ -293,27 +282,36 @@ def validate(run: Run) -> None:
     """Validate during training, which goes on as if nothing had been drawn or kept."""
     state = run.state
     run.phase = "validate"
-    with rng.isolated():
-        state.validations += 1
-        state.validated_batch = state.total_batches
-        evaluate(run, run.evaluations["validate"])
+    before = state.validations, state.validated_batch
+    state.pending_validation = True
+    try:
+        with rng.isolated():
+            state.validations, state.validated_batch = before[0] + 1, state.total_batches
+            state.pending_validation = not evaluate(run, run.evaluations["validate"])
+    finally:
+        if state.pending_validation:
+            state.validations, state.validated_batch = before
     # From its end on: one that takes longer than the interval would follow itself at once.
     state.elapsed = state.validated_at = perf_counter() - run.began
     run.phase = "train"
     run.module.__dict__["_logged"] = run.metrics.train
 
 
-def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None:
-    """Run every batch of every loader through the evaluation's step, without gradients."""
+def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> bool:
+    """Run every batch of every loader through the evaluation's step, without gradients.
+
+    Returns:
+        Whether it came to its end: a part of an evaluation is no result.
+    """
     trainer, module = run.trainer, run.module
     with evaluation_mode(run, evaluation) as logged:
         for dataloader_idx, source in enumerate(evaluation.sources):
             logged.begin_loader(dataloader_idx, len(evaluation.sources))
-            tell_epoch(source.loader, run.state.epoch)
             logged.in_batch = True
-            for batch_idx, (batch, _) in enumerate(islice(source.batches(), limit)):
+            batches = source.batches(run.state.epoch)
+            for batch_idx, (batch, _) in enumerate(islice(batches, limit)):
                 if run.interrupted_by is not None:
-                    return  # a part of an evaluation is no result
+                    return False
                 logged.batch, logged.size = batch, None
                 # Batches are fetched outside of it: a loader may keep and train on them later.
                 with evaluation.no_grad():
@@ -328,6 +326,7 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> None
         run.metrics.evaluation = None
         for hook in evaluation.on_end:
             hook(trainer, module)
+    return True
 
 
 def evaluate_batch(
@@ -351,8 +350,7 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
     with evaluation_mode(run, evaluation):
         module.__dict__["_logged"] = None
         for dataloader_idx, source in enumerate(evaluation.sources):
-            tell_epoch(source.loader, run.state.epoch)
-            for batch_idx, (batch, _) in enumerate(source.batches()):
+            for batch_idx, (batch, _) in enumerate(source.batches(run.state.epoch)):
                 if run.interrupted_by is not None:
                     return
                 # The mode ends before the value leaves: the caller's code runs as it is written.

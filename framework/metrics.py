@@ -122,7 +122,7 @@ class Logged:
                     )
             if not suffix:
                 self.shared[name] = entry
-        elif entry.options != options or entry.in_batch is not self.in_batch:
+        elif not entry.is_logged_with(options, self.in_batch):
             raise ModuleError(
                 f"self.log({name!r}, …) was called again {_difference(entry, options)}. Log it the "
                 "same way each time, or under two names."
@@ -192,14 +192,19 @@ class Metrics:
         self.evaluation: Logged | None = None
         self.finished = Readings({}, {}, {})
 
-    def finish(self, logged: Logged) -> dict[str, Any]:
-        """End the epoch of ``logged`` and return what of it goes to the loggers."""
+    def so_far(self, logged: Logged) -> dict[str, Any]:
+        """Take the open epoch of ``logged`` for finished, and return what goes to the loggers."""
         epoch = logged.epoch_readings()
         self.finished.update(epoch)
+        return epoch.logger
+
+    def finish(self, logged: Logged) -> dict[str, Any]:
+        """End the epoch of ``logged`` and return what of it goes to the loggers."""
+        values = self.so_far(logged)
         logged.forget_epoch()
         for entry in self.train.shared.values():
             entry.is_newest = False
-        return epoch.logger
+        return values
 
     def read(self) -> Readings:
         """Return the latest values: of finished epochs, of the last steps, and of the open epoch.

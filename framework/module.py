@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from . import checkpoints
+from . import rng, saving, weights
 from .errors import ModuleError
 from .hparams import KeepsHyperparameters
 from .overrides import DataHooks, TrainingHooks
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .metrics import Logged
     from .protocols import Logger
     from .trainer import Trainer
+    from .weights import WeightsReport
 
 
 class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
@@ -193,10 +195,39 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         """
         if hparams_file is not None:
             raise ModuleError("hparams_file is not read. Pass the hyperparameters as arguments.")
-        module: Self = checkpoints.rebuilt(
-            cls, checkpoint_path, map_location, strict, types, kwargs
-        )
+        module: Self = saving.rebuilt(cls, checkpoint_path, map_location, strict, types, kwargs)
         return module
+
+    def load_weights(
+        self,
+        path: str | Path,
+        *,
+        strict: bool = True,
+        prefix: str | Mapping[str, str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str | None] | None = None,
+        ignore: Sequence[str] = (),
+    ) -> WeightsReport:
+        """Start from the weights at ``path``, which may be those of another architecture.
+
+        Args:
+            path: A checkpoint of leyden or Lightning, a file with a state_dict or with one under
+                ``"state_dict"`` or ``"model"``, or a ``.safetensors`` file; local or a URL.
+            strict: Whether every weight of the file and of this Module must find its counterpart.
+            prefix: Take what the file has below this name, without the prefix. Or old prefixes to
+                new ones; weights below none of them keep their names.
+            rename: Names, or beginnings of them up to a dot, to new ones; or a function of the
+                name, which may return None to leave a weight out.
+            ignore: Patterns such as ``"head.*"``, of names in the file or here, to leave alone.
+
+        Returns:
+            What matched and what did not; print it.
+
+        Raises:
+            CheckpointError: The file cannot be read, or its weights do not fit.
+        """
+        with rng.isolated():
+            self._configure_once()
+        return weights.load_weights(self, path, strict, prefix, rename, ignore)
 
     @property
     def trainer(self) -> Trainer:

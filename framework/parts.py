@@ -6,21 +6,19 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import choices
 from .datamodule import DataModule
-from .errors import ConfigError, LeydenError, ModuleError, unknown
+from .errors import ConfigError, ModuleError, unknown
 from .implementations import check_callback, refuse_twice
 from .module import Module
 from .protocols import Logger
 
 if TYPE_CHECKING:
     from .manager import Registry
-    from .trainer import Trainer
 
 COMING = ("ddp", "fsdp", "hsdp", "deepspeed")
 
@@ -154,40 +152,6 @@ def unwrapped(model: Any) -> tuple[Any, Callable[..., Any] | None]:
             f"{type(model).__name__}.__init__ did not call super().__init__(). Call it first."
         )
     return model, compile_step
-
-
-def checkpoint_path(trainer: Trainer, choice: Any) -> str | None:
-    """Return the file that ``ckpt_path`` stands for.
-
-    Raises:
-        LeydenError: ``"best"`` or ``"last"`` is asked for, and there is none.
-    """
-    if choice is None or choice not in ("best", "last"):
-        return None if choice is None else str(choice)
-    saver = trainer.checkpoint_callback
-    path = getattr(saver, f"{choice}_model_path", "") or ""
-    looked_in: list[Path] = []
-    if not path and choice == "last":
-        folders = {one.dirpath for one in trainer.checkpoint_callbacks if one.dirpath}
-        looked_in = [Path(folder) for folder in folders]
-        if not looked_in:
-            runs = Path(trainer.default_root_dir) / trainer.name
-            looked_in = sorted(runs.glob("*/checkpoints")) or [runs]
-        path = newest_last(looked_in)
-    if not path:
-        where = f" in {', '.join(map(str, looked_in))}" if looked_in else ""
-        saver_choice = "monitor=…" if choice == "best" else "save_last=True"
-        raise LeydenError(
-            f"ckpt_path={choice!r}: there is no such checkpoint{where}. Fit with "
-            f"ModelCheckpoint({saver_choice}) first, or pass a path."
-        )
-    return str(path)
-
-
-def newest_last(folders: Iterable[Path]) -> str:
-    """Return the newest ``last.ckpt`` in ``folders``, or an empty string."""
-    found = [path for folder in folders if (path := folder / "last.ckpt").is_file()]
-    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else ""
 
 
 def listed(given: Any) -> list[Any]:

@@ -108,25 +108,70 @@ class Precision(Protocol):
 
 @runtime_checkable
 class Checkpointer(Protocol):
-    """Writes a checkpoint so that it is whole or absent, and reads it back."""
+    """Writes a checkpoint so that it is whole or absent, and reads it back.
+
+    Every path is a local one or a URL, such as ``s3://bucket/runs/last.ckpt``, as a string.
+    """
 
     extension: str
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Write ``checkpoint`` at ``path``, replacing what was there only when complete."""
+        """Write ``checkpoint`` at ``path``, replacing what was there only when complete.
+
+        ``checkpoint["leyden"]``, a flat dict of plain values, is what `manifest` gives back.
+
+        Raises:
+            CheckpointError: It cannot be written; what was at ``path`` before is unchanged.
+        """
 
     def load(self, path: str, map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at ``path`` without running any code from it.
 
         Raises:
-            CheckpointError: There is none, or it cannot be read.
+            CheckpointError: There is none, it was cut short or altered, or it holds code.
+        """
+
+    def manifest(self, path: str) -> dict[str, Any]:
+        """Return what the checkpoint says of itself, without reading the rest of it.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+
+    def verify(self, path: str) -> None:
+        """Read all of the checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: There is none, or it is not as it was written.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Return whether a complete checkpoint is at ``path``; looks at its ends only."""
+
+    def find(self, folder: str) -> list[str]:
+        """Return the complete checkpoints in ``folder`` and below it, the newest first."""
+
+    def copy(self, existing: str, path: str, symbolic: bool = False) -> None:
+        """Make ``path`` stand for the complete checkpoint ``existing``, as cheaply as can be.
+
+        Args:
+            existing: A checkpoint.
+            path: Its other name; what was there is replaced at once.
+            symbolic: Whether ``path`` is to end when ``existing`` does, where links are known.
+
+        Raises:
+            CheckpointError: It cannot be made; what was at ``path`` before is unchanged.
         """
 
     def remove(self, path: str) -> None:
         """Delete the checkpoint at ``path``; nothing happens if there is none."""
 
-    def exists(self, path: str) -> bool:
-        """Return whether a complete checkpoint is at ``path``."""
+    def prepare(self, folder: str) -> None:
+        """Make ``folder`` if need be, and clear away what killed saves have left in it.
+
+        Raises:
+            ConfigError: It cannot be made, or not be written in.
+        """
 
 
 @runtime_checkable

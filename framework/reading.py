@@ -19,7 +19,9 @@ def read_train(run: Run, given: Mapping[str, Any]) -> Source:
     trainer = run.trainer
     loaders = loaders_for("train", given.get("train"), run.datamodule, run.module)
     sequential, prepare = bool(trainer.overfit_batches), prepare_for(run)(0)
-    return train_source(loaders, trainer.limit_train_batches, sequential, prepare, run.wait)
+    return train_source(
+        loaders, trainer.limit_train_batches, sequential, prepare, run.wait, trainer.seed_samples
+    )
 
 
 def reload(run: Run, given: Mapping[str, Any], first: int) -> None:

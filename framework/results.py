@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,12 @@ def by_batch(predictions: Iterable[tuple[int, Any]], keep: bool) -> dict[int, li
             kept[dataloader_idx].append(without_inference(output))
         del output
     return kept
+
+
+def shaped(kept: dict[int, list[Any]], loaders: Sized) -> list[Any]:
+    """Return the predictions as a list, or a list of lists where there are several loaders."""
+    count = len(loaders)
+    return [kept[index] for index in range(count)] if count > 1 else kept[0]
 
 
 def by_loader(values: dict[str, float], count: int) -> list[dict[str, float]]:

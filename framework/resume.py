@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,50 @@ from torch import Tensor
 
 from . import encoding, rng
 from .callback import Callback
-from .errors import CheckpointError, LeydenError, PluginError
+from .errors import CheckpointError, ConfigError, PluginError, did_you_mean
+from .metric_state import metric_state, restore_metrics
+from .optimizer_state import (
+    optimizer_state,
+    replaced_options,
+    restore_optimizers,
+    taking_over,
+    tell_replaced,
+)
+from .rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
+    from .metrics import Metrics
     from .run import Run
 
 
-COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a compiled part's parameters; never in a file."""
+PARTS = ("weights", "optimizer", "schedule", "counters", "callbacks", "data", "random")
+"""What a fit may take over from a checkpoint, each alone or with others."""
+HELD_IN = {
+    "weights": "state_dict",
+    "optimizer": "optimizer_states",
+    "schedule": "optimizer_states",
+    "counters": "global_step",
+    "callbacks": "global_step",
+    "data": "epoch",
+    "random": "epoch",
+}
+"""The entry that a checkpoint must have for each of them."""
+DECISIVE = (
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "nonfinite_loss",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "reload_dataloaders_every_n_epochs",
+    "sync_batchnorm",
+    "world_size",
+)
+"""The Trainer's choices that change what training comes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +64,10 @@ class Position:
     optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     precision: dict[str, Any]
-    epoch_rng: dict[str, Any] | None
+    data: dict[str, Any]
+    window: dict[str, Any] | None
+    metrics: Metrics | None
+    """What was logged so far, where the fit ended in the middle of an epoch."""
 
 
 def position(run: Run) -> Position:
@@ -40,44 +76,135 @@ def position(run: Run) -> Position:
         [optimizer_state(run, optimizer) for optimizer in run.optimizers],
         [config.scheduler.state_dict() for config in run.schedulers],
         run.precision.state_dict(),
-        run.epoch_rng,
+        run.train.position(is_used=not run.is_in_step),
+        window_state(run),
+        run.metrics if run.state.batch else None,
     )
 
 
-def require_progress(checkpoint: Mapping[str, Any], owner: str) -> None:
+def of_rank(run: Run) -> dict[str, Any]:
+    """Return what each rank has of its own."""
+    return {
+        "rng": rng.capture(),
+        "data": run.train.position(is_used=not run.is_in_step),
+        "window": window_state(run),
+        "metrics": metric_state(run),
+    }
+
+
+def restore_position(run: Run, left: Position) -> None:
+    """Go on from what an earlier fit of the same Trainer and Module has left in memory."""
+    restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
+    restore_window(run, left.window)
+    restore_data(run, {}, {"data": left.data})
+    if left.metrics is not None:
+        run.metrics.train, run.metrics.finished = left.metrics.train, left.metrics.finished
+    run.resumed_rng = rng.capture()
+
+
+def require_progress(checkpoint: Mapping[str, Any], owner: str, parts: frozenset[str]) -> None:
     """Refuse a checkpoint that training cannot go on from, before a run has left any trace.
 
     Raises:
         CheckpointError: It is one.
     """
-    lacking = {"state_dict", "epoch", "global_step", "optimizer_states"} - set(checkpoint)
+    lacking = {HELD_IN[part] for part in parts} - set(checkpoint)
     if lacking:
         raise CheckpointError(
             f"Training cannot go on from this checkpoint: it lacks {', '.join(sorted(lacking))}, "
-            "as one does that holds weights alone. Begin anew from its weights instead, with "
-            f"{owner}.load_from_checkpoint(path)."
+            "as one does that holds weights alone. Begin anew from its weights instead: pass "
+            f"restore=('weights',), or use {owner}.load_from_checkpoint(path)."
         )
 
 
-def restore_progress(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Take over everything but the weights, into a run that is wired and not begun.
+def checked_parts(restore: Any) -> frozenset[str]:
+    """Return the parts of a checkpoint that ``fit(restore=…)`` names; all for None.
 
     Raises:
-        CheckpointError: The file holds weights alone, or another number of optimizers.
+        ConfigError: One is unknown, or of no use without another.
     """
-    restore_callbacks(run, checkpoint)
-    states, schedules = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
-    restore_optimizers(run, states, schedules, checkpoint.get("precision", {}))
-    with taking_over("open optimizer step"):
-        restore_window(run, checkpoint.get("window"))
-    run.epoch_rng = checkpoint.get("epoch_rng")
-    saved_rng = checkpoint.get("rng")
-    if saved_rng is not None:
+    if restore is None:
+        return frozenset(PARTS)
+    named = [restore] if isinstance(restore, str) else list(restore)
+    for part in named:
+        if part not in PARTS:
+            raise ConfigError(
+                f"restore={restore!r}: there is no part {part!r}.{did_you_mean(str(part), PARTS)} "
+                f"Known: {', '.join(map(repr, PARTS))}."
+            )
+    if "data" in named and "counters" not in named:
+        raise ConfigError(
+            f"restore={restore!r} asks for the place in the data and not for the epoch it is in. "
+            "Add 'counters', or leave 'data' out."
+        )
+    return frozenset(named)
+
+
+def restore_progress(run: Run, checkpoint: Mapping[str, Any], parts: frozenset[str]) -> None:
+    """Take over ``parts`` but for the weights, into a run that is wired and not begun.
+
+    Raises:
+        CheckpointError: Something in the file does not fit this run.
+    """
+    if "callbacks" in parts:
+        restore_callbacks(run, checkpoint)
+    own = own_of(checkpoint, run.strategy.rank)
+    takes_options = {"schedule", "optimizer"} <= parts
+    replaced = replaced_options(run, checkpoint["optimizer_states"]) if takes_options else []
+    restore_optimizers(
+        run,
+        checkpoint["optimizer_states"] if "optimizer" in parts else None,
+        checkpoint.get("lr_schedulers", []) if "schedule" in parts else None,
+        checkpoint.get("precision", {}) if "optimizer" in parts else None,
+    )
+    tell_replaced(replaced)
+    if {"weights", "optimizer", "data"} <= parts:
+        with taking_over("open optimizer step"):
+            restore_window(run, own.get("window"))
+    if "random" in parts and "rng" in own:
         with taking_over("state of random generators"):
-            rng.restore(saved_rng)
-        run.resumed_rng = saved_rng if run.state.batch else None
+            rng.restore(own["rng"])
+        run.resumed_rng = own["rng"]
+    if "data" in parts:
+        restore_data(run, checkpoint, own)
+    elif run.state.batch:
+        run.state.batch = 0
+        rank_zero_info(
+            "Epoch %d begins again: its place in the data is not restored.", run.state.epoch
+        )
+    tell_difference(run, checkpoint.get("trainer", {}))
+
+
+def own_of(checkpoint: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Return what the checkpoint holds of ``rank`` alone; nothing where it was not there."""
+    ranks = checkpoint.get("ranks", [])
+    return ranks[rank] if rank < len(ranks) else {}
+
+
+def restore_data(run: Run, checkpoint: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Take over the place in the training data, and what was logged on the way there."""
+    if "data" in own:
+        with taking_over("place in the data"):
+            run.train.restore(own["data"])
+            run.state.batch = run.train.start
+    elif run.state.batch:  # saved by another framework
+        run.train.start = run.state.batch
+    warn_of_shorter(run)
+    if "metrics" in own:
+        with taking_over("metrics of the epoch so far"):
+            restore_metrics(run, own["metrics"])
     if run.datamodule is not None and "datamodule" in checkpoint:
         run.datamodule.load_state_dict(encoding.decode(checkpoint["datamodule"]))
+
+
+def warn_of_shorter(run: Run) -> None:
+    """Warn that a resumed epoch has fewer batches than were already read of it."""
+    length = run.train.length
+    if length is not None and run.state.batch > length > 0:
+        rank_zero_warn(
+            f"The checkpoint was saved after batch {run.state.batch} of an epoch, which now has "
+            f"{length}: nothing is left of it. Resume with the data and limits it was saved with."
+        )
 
 
 def restore_counters(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -86,6 +213,28 @@ def restore_counters(run: Run, checkpoint: Mapping[str, Any]) -> None:
         run.state.restore(checkpoint["state"])
     else:
         run.state.epoch, run.state.step = checkpoint["epoch"], checkpoint["global_step"]
+
+
+def choices_of(run: Run) -> dict[str, Any]:
+    """Return the Trainer's choices that change what training comes to."""
+    return {name: getattr(run.trainer, name) for name in DECISIVE} | {
+        "seed_samples": run.train.seed_samples
+    }
+
+
+def tell_difference(run: Run, saved: Mapping[str, Any]) -> None:
+    """Warn of choices that are not those the checkpoint was saved with, naming both."""
+    own = choices_of(run)
+    changed = [
+        f"{name}={own[name]!r} ({saved[name]!r} until then)"
+        for name in own
+        if name in saved and saved[name] != own[name]
+    ]
+    if changed:
+        rank_zero_warn(
+            f"This run goes on with {', '.join(changed)}, so it will not end as the one it resumes "
+            "would have."
+        )
 
 
 def restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -100,82 +249,6 @@ def restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
             f"The checkpoint holds the state of callbacks this run does not have: "
             f"{', '.join(left)}. It is left out; pass the same callbacks to take it over.",
             stacklevel=2,
-        )
-
-
-def restore_optimizers(
-    run: Run,
-    states: Sequence[dict[str, Any]],
-    schedules: Sequence[dict[str, Any]],
-    precision: dict[str, Any],
-) -> None:
-    """Take over the states of optimizers, schedules and precision.
-
-    Raises:
-        CheckpointError: There are more or fewer of them than this run has.
-    """
-    for kind, saved, own in (
-        ("optimizers", states, run.optimizers),
-        ("schedulers", schedules, run.schedulers),
-    ):
-        if len(saved) != len(own):
-            raise CheckpointError(
-                f"The checkpoint holds {len(saved)} {kind} and configure_optimizers() returned "
-                f"{len(own)}. Return as many, or begin anew from the weights alone with "
-                "load_from_checkpoint."
-            )
-    for optimizer, state in zip(run.optimizers, states, strict=True):
-        with taking_over(f"state of {type(optimizer).__name__}"):
-            check_same(run, optimizer, state)
-            optimizer.load_state_dict({k: v for k, v in state.items() if k != "leyden"})
-    for config, state in zip(run.schedulers, schedules, strict=True):
-        with taking_over(f"state of {type(config.scheduler).__name__}"):
-            config.scheduler.load_state_dict(state)
-    with taking_over("state of the precision"):
-        run.precision.load_state_dict(precision)
-
-
-@contextmanager
-def taking_over(what: str) -> Iterator[None]:
-    """Raise whatever goes wrong inside as what it is: a checkpoint that does not fit."""
-    try:
-        yield
-    except LeydenError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"The checkpoint's {what} does not fit this run, or is damaged: "
-            f"{type(error).__name__}: {error}. Resume with the code and the settings it was saved "
-            "with, or begin anew from the weights alone with load_from_checkpoint."
-        ) from error
-
-
-def optimizer_state(run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optimizer``, with its kind and the names of what it holds."""
-    return {**optimizer.state_dict(), "leyden": identity(run, optimizer)}
-
-
-def identity(run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what must be the same for a state to be taken over: torch goes by position alone."""
-    names = {id(p): clean(name) for name, p in run.module.named_parameters()}
-    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    return {"kind": type(optimizer).__name__, "parameters": groups}
-
-
-def check_same(run: Run, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Refuse a state of another optimizer, or of the same over other parameters.
-
-    Raises:
-        CheckpointError: It is one.
-    """
-    saved, own = state.get("leyden"), identity(run, optimizer)
-    if saved is not None and saved != own:
-        which = "kind" if saved["kind"] != own["kind"] else "parameters"
-        raise CheckpointError(
-            f"The checkpoint's optimizer and that of configure_optimizers() differ in {which}: "
-            f"{saved[which]!s:.200} was saved, and {own[which]!s:.200} is there. Return the same "
-            "optimizer over the same parameters in the same order, or begin anew from the weights "
-            "alone with load_from_checkpoint."
         )
 
 
@@ -224,8 +297,3 @@ def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
             )
         found[callback.state_key] = callback
     return found
-
-
-def clean(name: str) -> str:
-    """Return a parameter's name without what torch.compile adds to it."""
-    return name.replace(COMPILED, "")

@@ -158,3 +158,45 @@ def isolated() -> Iterator[None]:
         if "cuda" not in state and _cuda_in_use():  # first used inside: back to its beginning
             for generator in torch.cuda.default_generators:
                 generator.manual_seed(generator.initial_seed())
+
+
+Snapshot = tuple[Any, torch.Tensor, dict[str, Any] | None]
+
+
+def snapshot() -> Snapshot:
+    """Return the state of Python's, NumPy's and torch's generators of the CPU, for `put_back`.
+
+    Takes a third of the time of `capture`, whose values a file can hold.
+    """
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state(legacy=False) if numpy else None
+    return random.getstate(), torch.default_generator.get_state(), state
+
+
+def put_back(state: Snapshot) -> None:
+    """Set the CPU's generators to what `snapshot` returned."""
+    python, cpu, numpy = state
+    random.setstate(python)
+    torch.default_generator.set_state(cpu)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def reseed(key: bytes) -> None:
+    """Seed the CPU's generators from ``key``, of any length; the device's are left alone."""
+    mixed = hashlib.blake2b(key, digest_size=32).digest()
+    random.seed(int.from_bytes(mixed[:8]))
+    torch.default_generator.manual_seed(int.from_bytes(mixed[8:16]))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(numpy.frombuffer(mixed[16:], numpy.uint32))
+
+
+@contextmanager
+def forked(key: bytes) -> Iterator[None]:
+    """Draw from the CPU's generators seeded from ``key`` inside, and leave them as they were."""
+    state = snapshot()
+    try:
+        reseed(key)
+        yield
+    finally:
+        put_back(state)

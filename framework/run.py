@@ -171,14 +171,18 @@ class Run:
     began: float = 0.0
     """Where ``perf_counter`` stood when this fit's elapsed time was zero."""
     is_last_batch: bool = False
+    is_in_step: bool = False
+    """Whether a batch has begun to change what a checkpoint holds, and has not been counted."""
     epoch_is_skipped: bool = False
     unheld: set[str] = field(default_factory=set)
     """Parameters that no optimizer holds, of which the user was warned."""
     interrupted_by: int | None = None
-    epoch_rng: dict[str, Any] | None = None
-    """Every random generator as it was before the epoch's first batch was fetched."""
     resumed_rng: dict[str, Any] | None = None
-    """Every random generator as it was where the run goes on, in the middle of an epoch."""
+    """Every random generator as it was where the run goes on; None once it goes on."""
+
+    def sources(self) -> list[Source]:
+        """Return all that is read."""
+        return [self.train, *(s for e in self.evaluations.values() for s in e.sources)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return every parameter that an optimizer holds."""

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 from .errors import ConfigError
+from .locations import is_remote, local
 
 
 class RunFolder:
     """The folder ``root/name/version_N`` of one run, made when it is first asked for.
 
     Args:
-        root: The Trainer's ``default_root_dir``, or the folder a logger was told to use.
+        root: The Trainer's ``default_root_dir``, or the folder a logger was told to use. Under a
+            URL go checkpoints alone; what loggers write stays in ``runs`` on this machine.
         name: What kind of run it is.
         version: A number or a name of its own; None takes the next free number.
         existing: The folder of a run that goes on, taken over as it is.
@@ -26,7 +28,8 @@ class RunFolder:
         version: int | str | None = None,
         existing: Path | None = None,
     ) -> None:
-        self.root, self.name, self.version = Path(root), name, version
+        self.root = Path("runs") if is_remote(root) else local(root)
+        self.name, self.version = name, version
         self._path = existing
 
     @property

@@ -11,9 +11,10 @@ from torch.nn.utils import clip_grad_value_
 
 from . import choices
 from .data.transfer import mapped
-from .errors import ConfigError, LeydenError, did_you_mean
+from .errors import LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
 from .state import State
+from .training import expected_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,6 +43,8 @@ class RunView:
     _run: Run | None = None
     _state: State
     logger_choices: list[Any]
+    precision_choice: Any
+    devices: int | list[int]
     is_running: bool = False
     """Whether a method of the Trainer is at work."""
 
@@ -266,6 +269,17 @@ class RunView:
         return self._current().strategy.broadcast(value)
 
     @property
+    def precision(self) -> str:
+        """Name of the precision."""
+        choice = self.precision_choice
+        return choice if isinstance(choice, str) else choice.name
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this machine."""
+        return self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    @property
     def train_dataloader(self) -> Any:
         """What training batches are read from, or None."""
         return self._run.train.loader if self._run and self._run.stage == "fit" else None
@@ -327,23 +341,8 @@ class RunView:
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimizer steps that the whole training takes, by its limits; reading changes nothing.
-
-        Raises:
-            ConfigError: No limit tells.
-        """
-        run = self._current()
-        length = run.train.limit if run.train.length is None else run.train.length
-        by_epochs = float("inf")
-        if length is not None:
-            by_epochs = -(-length // run.accumulate) * run.max_epochs
-        total = min(run.max_steps, by_epochs)
-        if total == float("inf"):
-            raise ConfigError(
-                "The number of steps is not known: the training data has no length or max_epochs "
-                "no limit. Pass Trainer(max_steps=…)."
-            )
-        return int(total)
+        """Optimizer steps that the whole training takes; a ConfigError where no limit tells."""
+        return expected_steps(self._current())
 
     @property
     def data_wait(self) -> float:

@@ -11,6 +11,7 @@ from . import resume
 from .compiled import compiled_once
 from .errors import ConfigError
 from .manager import tell_everyone
+from .requeue import requeue_if_cut
 from .signals import Signals, exit_code, is_interactive
 from .torch_flags import torch_flags
 from .wiring import Request, assemble, wire
@@ -29,12 +30,14 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
 
     Raises:
         SystemExit: A signal ended the run, and nobody sits at a prompt: 130 for SIGINT, 143 for
-            SIGTERM, so that what the shell would do next is not done.
+            SIGTERM, 138 for SIGUSR1, so that what the shell would do next is not done.
     """
     refuse_nested(trainer, request.module)
     run = trainer._run = assemble(trainer, request)
     trainer.is_running, trainer.folder = True, run.folder
     status: Status = "failed"
+    if request.stage == "fit":
+        run.state.stop = None
     try:
         with Signals(run), torch_flags(trainer), lent_log(run.callbacks, run.module):
             wire(run, request)
@@ -49,12 +52,11 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
         raise
     finally:
         try:
-            if run.optimizers:
-                trainer.position = resume.position(run)
             take_down(run, status)
         finally:
             trainer.is_running = False
     if run.interrupted_by is not None and not is_interactive():
+        requeue_if_cut(run)
         raise SystemExit(exit_code(run.interrupted_by))
 
 
@@ -79,11 +81,13 @@ def refuse_nested(trainer: Trainer, module: Module) -> None:
 def take_down(run: Run, status: Status) -> None:
     """End ``run``: tell ``teardown`` to everyone, close loggers and strategy, let the Module go."""
     steps: list[Callable[[], None]] = [
+        lambda: leave_position(run),
         *(
             (lambda hook=hook: hook(run.trainer, run.module, run.stage))
             for hook in run.hooks.teardown
         ),
         *((lambda logger=logger: logger.close(status)) for logger in run.loggers),
+        *((lambda source=source: source.close()) for source in run.sources()),
         run.strategy.close,
         lambda: release(run.module),
     ]
@@ -91,6 +95,12 @@ def take_down(run: Run, status: Status) -> None:
     # A stream that is closed is no error, so one of theirs is raised where it is closed.
     after = None if isinstance(error, GeneratorExit) else error
     tell_everyone([lambda step=step: step() for step in steps], after=after)
+
+
+def leave_position(run: Run) -> None:
+    """Leave in memory what the next fit of the same Module goes on from."""
+    if run.optimizers:
+        run.trainer.position = resume.position(run)
 
 
 @contextmanager

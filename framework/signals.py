@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a run: the first is noted, the second ends at once."""
+"""Signals during a run: the first is noted and the run ends well, a second ends it at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .run import Run
 
-NOTED = (signal.SIGINT, signal.SIGTERM)
+USR1 = getattr(signal, "SIGUSR1", -1)
+"""What Slurm sends ahead of its time limit; -1 where the platform has none."""
+NOTED = [number for number in (signal.SIGINT, signal.SIGTERM, USR1) if number > 0]
 
 
 class Signals:
     """Notes signals for ``run`` while the block lasts; the handlers from before come back after.
 
-    The handler only sets a flag: the loop stops at its next boundary. Elsewhere than in the main
+    The handler only sets a flag: the loop stops at its next boundary. A signal that is ignored
+    stays so, and SIGUSR1 stays with a handler that is there already. Elsewhere than in the main
     thread Python allows no handlers, and signals do what they did.
     """
 
@@ -28,7 +31,9 @@ class Signals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in NOTED}
+            for number in NOTED:
+                if _is_free(number):
+                    self._before[number] = signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -37,14 +42,30 @@ class Signals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        run = self._run
         # A stream closed in another thread has left this handler behind.
-        if self._run.interrupted_by is not None or not self._run.trainer.is_running:
+        if run.interrupted_by is None and run.trainer.is_running:
+            run.interrupted_by = number
+            # Who had asked to stop before has ended the training; it is not cut.
+            run.state.stop = run.state.stop or reason(number)
+        # Slurm's SIGTERM at the limit asks for nothing new, and the save may be under way.
+        elif (run.interrupted_by, number) != (USR1, signal.SIGTERM):
             self.__exit__()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(128 + number)
-        self._run.interrupted_by = number
-        self._run.state.stop = f"interrupted by {signal.Signals(number).name}"
+            raise SystemExit(exit_code(number))
+
+
+def _is_free(number: int) -> bool:
+    handler = signal.getsignal(number)
+    if number == USR1:
+        return handler is signal.SIG_DFL
+    return handler is not signal.SIG_IGN
+
+
+def reason(number: int) -> str:
+    """Return why training stopped, where signal ``number`` cut it."""
+    return f"interrupted by {signal.Signals(number).name}"
 
 
 def exit_code(number: int) -> int:

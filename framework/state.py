@@ -37,6 +37,8 @@ class State:
     """``total_batches`` at the last validation; -1 before the first."""
     validated_at: float = 0.0
     """``elapsed`` at the last validation."""
+    pending_validation: bool = False
+    """Whether a validation was due and did not come to its end: it comes first on resume."""
     stop: str | None = None
     """Why to stop after this step; None means go on. Recorded for reports, never restored."""
 

@@ -252,3 +252,16 @@ def warn_of_unheld(run: Run) -> None:
 def detached(result: Any) -> Any:
     """Return ``result`` with every tensor in it cut from its graph."""
     return mapped(result, Tensor.detach, lambda value: isinstance(value, Tensor))
+
+
+def refuse_standstill(run: Run, epochs: int) -> None:
+    """Refuse to go on without end where ``epochs`` in a row have updated nothing.
+
+    Raises:
+        ModuleError: No limit on epochs would end it. A gradient scaler finds its scale sooner.
+    """
+    if epochs >= 100 and run.max_epochs == float("inf"):
+        raise ModuleError(
+            f"{epochs} epochs in a row updated no weights: each loss was None or left out, or no "
+            "optimizer was stepped. max_steps is not going to be reached: pass max_epochs."
+        )

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from . import checkpoints, choices, loop, parts, results, resume
+from . import choices, loop, parts, results, resume, saving
 from .errors import ConfigError
 from .explanation import explanation
 from .hookspecs import Stage
@@ -22,6 +22,7 @@ from .run_folder import RunFolder, script_name
 from .run_view import RunView
 from .schedule import check_interval
 from .session import session
+from .starting_point import chosen_checkpoint
 from .state import State
 from .wiring import Request
 
@@ -70,6 +71,9 @@ class Trainer(RunView):
         detect_anomaly: Whether autograd looks for the operation that made a NaN.
         nonfinite_loss: What a NaN or infinite loss does: ``"continue"`` counts it,
             ``"skip"`` leaves its batch out, ``"stop"`` raises.
+        seed_samples: How what the data draws is seeded, so that it is the same after resume and
+            for any number of workers: by ``"batch"``; by ``"sample"``, which holds for another
+            batch size too; or False, as torch does.
         reload_dataloaders_every_n_epochs: Epochs after which the methods that make the loaders of
             training and validation are called again.
         use_distributed_sampler: Whether samplers are split over ranks.
@@ -121,6 +125,7 @@ class Trainer(RunView):
         inference_mode: bool = True,
         detect_anomaly: bool = False,
         nonfinite_loss: Literal["continue", "skip", "stop"] = "continue",
+        seed_samples: Literal["batch", "sample"] | bool = "batch",
         reload_dataloaders_every_n_epochs: int = 0,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
@@ -181,6 +186,7 @@ class Trainer(RunView):
         self.inference_mode = switch("inference_mode", inference_mode, True)
         self.detect_anomaly = switch("detect_anomaly", detect_anomaly)
         self.nonfinite_loss = one_of("nonfinite_loss", nonfinite_loss, ("continue", "skip", "stop"))
+        self.seed_samples = one_of("seed_samples", seed_samples, ("batch", "sample", False))
         self.reload_dataloaders_every_n_epochs = whole(
             "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
         )
@@ -190,7 +196,7 @@ class Trainer(RunView):
         self.name = str(name or script_name())
         self.ckpt_path: str | None = None
         if self.fast_dev_run:
-            self._try_everything_briefly()
+            choices.try_everything_briefly(self)
         self.logger_choices = parts.loggers(self.registry, False if dev else logger)
         self._callbacks = parts.callbacks(
             self.registry,
@@ -207,14 +213,6 @@ class Trainer(RunView):
         self.folder: RunFolder | None = None
         self._fitted: Any = None
 
-    def _try_everything_briefly(self) -> None:
-        n = self.fast_dev_run
-        self.limit_train_batches = self.limit_val_batches = n
-        self.limit_test_batches = self.limit_predict_batches = n
-        self.max_epochs, self.max_steps = 1, n
-        self.num_sanity_val_steps, self.val_check_interval = 0, 1.0
-        self.check_val_every_n_epoch, self.log_every_n_steps = 1, 1
-
     def fit(
         self,
         model: Any,
@@ -222,6 +220,7 @@ class Trainer(RunView):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | Path | None = None,
+        restore: str | Sequence[str] | None = None,
     ) -> FitResult:
         """Train ``model``.
 
@@ -232,7 +231,13 @@ class Trainer(RunView):
             val_dataloaders: One or several, read one after the other. By default
                 ``val_dataloader()``.
             datamodule: A DataModule instead of loaders.
-            ckpt_path: Checkpoint to go on from: a path, ``"last"`` or ``"best"``.
+            ckpt_path: Checkpoint to go on from: a path or URL, ``"last"``, ``"best"``, or
+                ``"auto"`` for the newest complete one in the folders of this Trainer's
+                ModelCheckpoints, and none where there is none. A job that torchrun or Slurm has
+                started again takes ``"auto"`` by itself.
+            restore: Parts to take from it: some of ``"weights"``, ``"optimizer"``,
+                ``"schedule"`` (with rates and other options), ``"counters"``, ``"callbacks"``,
+                ``"data"`` and ``"random"``; None for all.
 
         Returns:
             Why it ended and where.
@@ -247,7 +252,8 @@ class Trainer(RunView):
             self.folder = self.folder if self._fitted is None else None
             self._state, self.position, self._fitted = State(), None, module
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        with self._running("fit", model, loaders, datamodule, ckpt_path) as run:
+        taken = resume.checked_parts(restore)
+        with self._running("fit", model, loaders, datamodule, ckpt_path, taken) as run:
             loop.fit(run)
         return results.of_fit(self, run)
 
@@ -329,10 +335,7 @@ class Trainer(RunView):
         if stream:
             return results.streamed(predictions)
         kept = results.by_batch(predictions, return_predictions)
-        if not return_predictions:
-            return None
-        count = len(self._current().evaluations["predict"].sources)
-        return [kept[index] for index in range(count)] if count > 1 else kept[0]
+        return results.shaped(kept, self.num_predict_batches) if return_predictions else None
 
     def _predictions(
         self, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any
@@ -350,7 +353,11 @@ class Trainer(RunView):
             path: Where to.
             weights_only: Leave out all that only a resumed training needs.
         """
-        checkpoints.save(self._current(), str(path), weights_only)
+        saving.save(self._current(), str(path), weights_only)
+
+    def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return what `save_checkpoint` would write: the run's own tensors, and plain values."""
+        return saving.gathered(self._current(), weights_only)
 
     def explain(self, model: Any = None) -> str:
         """Print and return who is called at each hook, in order, and where they come from.
@@ -363,32 +370,23 @@ class Trainer(RunView):
         return text
 
     @property
-    def precision(self) -> str:
-        """Name of the precision."""
-        choice = self.precision_choice
-        return choice if isinstance(choice, str) else choice.name
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of this machine."""
-        return self.devices if isinstance(self.devices, int) else len(self.devices)
-
-    @property
     def callbacks(self) -> builtins.list[Any]:
         """The callbacks of the current or last run; before any, the Trainer's own."""
         return self._run.callbacks if self._run else self._callbacks
 
-    def callbacks_for(self, module: Any) -> builtins.list[Any]:
-        """Return the callbacks of a run of ``module``: the Trainer's, then the Module's own."""
-        return parts.with_module_callbacks(self._callbacks, module)
-
     def _running(
-        self, stage: Stage, model: Any, loaders: dict[str, Any], datamodule: Any, ckpt_path: Any
+        self,
+        stage: Stage,
+        model: Any,
+        loaders: dict[str, Any],
+        datamodule: Any,
+        ckpt_path: Any,
+        restore: frozenset[str] = frozenset(["weights"]),
     ) -> AbstractContextManager[Run]:
         module, compile_step = parts.unwrapped(model)
-        self.ckpt_path = parts.checkpoint_path(self, ckpt_path)
+        path = chosen_checkpoint(self, stage, ckpt_path)
         return session(
-            self, Request(stage, module, loaders, datamodule, self.ckpt_path, compile_step)
+            self, Request(stage, module, loaders, datamodule, path, compile_step, restore)
         )
 
     def _last_fitted(self, model: Any, ckpt_path: Any, stage: str) -> tuple[Any, Any]:

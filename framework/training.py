@@ -222,3 +222,22 @@ def check_parameters(run: Run) -> None:
                 f"{kind} holds {foreign} parameters that are not in {owner}, so no checkpoint of "
                 "it has them. Assign the network they belong to, to self."
             )
+
+
+def expected_steps(run: Run) -> int:
+    """Return the optimizer steps that the whole training takes, by its limits.
+
+    Raises:
+        ConfigError: No limit tells.
+    """
+    length = run.train.limit if run.train.length is None else run.train.length
+    by_epochs = float("inf")
+    if length is not None:
+        by_epochs = -(-length // run.accumulate) * run.max_epochs
+    total = min(run.max_steps, by_epochs)
+    if total == float("inf"):
+        raise ConfigError(
+            "The number of steps is not known: the training data has no length or max_epochs "
+            "no limit. Pass Trainer(max_steps=…)."
+        )
+    return int(total)

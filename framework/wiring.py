@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import checkpoints, hparams, resume, rng
+from . import hparams, resume, saving
 from .callback import Callback
 from .data.feed import overrides, require_step
 from .data.source import Source
@@ -30,12 +30,14 @@ from .manager import Hooks
 from .metrics import Metrics
 from .module import Module
 from .overrides import DataHooks, TrainingHooks
+from .parts import with_module_callbacks
 from .protocols import Checkpointer, Logger, Precision, Strategy
 from .rank_zero import rank_zero_info, rank_zero_warn
 from .reading import read_evaluation, read_train, reload
 from .run import Evaluation, LossWatch, Run
 from .run_folder import RunFolder
 from .schedule import make_schedule
+from .starting_point import home, read_checkpoint
 from .training import wire_optimizers
 
 if TYPE_CHECKING:
@@ -52,8 +54,14 @@ class Request:
     datamodule: Any = None
     ckpt_path: str | None = None
     compile_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    restore: frozenset[str] = frozenset(resume.PARTS)
+    """Parts of the checkpoint that a fit takes over."""
     checkpoint: dict[str, Any] | None = None
     """What ``ckpt_path`` holds, once it is read."""
+
+    def takes(self, part: str) -> bool:
+        """Return whether a fit takes over ``part`` of a checkpoint."""
+        return self.checkpoint is not None and self.stage == "fit" and part in self.restore
 
 
 def assemble(trainer: Trainer, request: Request) -> Run:
@@ -66,12 +74,15 @@ def assemble(trainer: Trainer, request: Request) -> Run:
     checkpointer = trainer.registry.resolved(
         "checkpointer", trainer.checkpointer_choice, Checkpointer
     )
-    if request.ckpt_path is not None:
-        rank_zero_info("Taking up %s", request.ckpt_path)
-        request.checkpoint = checkpoints.load(checkpointer, request.ckpt_path)
-        if request.stage == "fit":
-            resume.require_progress(request.checkpoint, type(module).__name__)
-    callbacks = trainer.callbacks_for(module)
+    callbacks = with_module_callbacks(trainer._callbacks, module)
+    trainer.ckpt_path, request.checkpoint = read_checkpoint(
+        trainer,
+        checkpointer,
+        [one for one in callbacks if hasattr(one, "best_model_path")],
+        request.ckpt_path,
+        request.restore if request.stage == "fit" else frozenset(["weights"]),
+        type(module).__name__,
+    )
     parts = [strategy, precision, checkpointer, *trainer.logger_choices]
     hooks = hooks_of(trainer, callbacks, parts, module, request.datamodule)
     # One that was passed as a plugin keeps its state like the others.
@@ -121,7 +132,7 @@ def folder_of(trainer: Trainer, request: Request) -> RunFolder:
     A run goes on in the folder of the run whose checkpoint it resumes, and all runs of a Trainer
     in one folder until it is given another Module to train.
     """
-    saved = (request.checkpoint or {}).get("folder") if request.stage == "fit" else None
+    saved = (request.checkpoint or {}).get("folder") if request.takes("counters") else None
     if saved and Path(saved).is_dir():
         return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(saved))
     if trainer.folder is not None:
@@ -130,9 +141,7 @@ def folder_of(trainer: Trainer, request: Request) -> RunFolder:
         # One that was used before this Trainer's first run has a folder already.
         if trainer._run is None and logger.log_dir is not None:
             return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(logger.log_dir))
-        if logger.save_dir is not None:
-            return RunFolder(logger.save_dir, logger.name or trainer.name, logger.version)
-    return RunFolder(trainer.default_root_dir, trainer.name)
+    return RunFolder(*home(trainer))
 
 
 def wire(run: Run, request: Request) -> None:
@@ -146,7 +155,7 @@ def wire(run: Run, request: Request) -> None:
     run.strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
     run.precision.connect(run.strategy.device)
     run.hyperparameters = encoded_hyperparameters(run)
-    open_loggers(run, request.checkpoint)
+    open_loggers(run, request.checkpoint if request.takes("counters") else None)
     for owner in (run.datamodule, module):
         if owner is not None and overrides(owner, "prepare_data"):
             owner.prepare_data()
@@ -162,7 +171,8 @@ def wire(run: Run, request: Request) -> None:
     if request.checkpoint is not None:
         for hook in run.hooks.on_load_checkpoint:
             hook(trainer, module, request.checkpoint)
-        checkpoints.restore_weights(module, request.checkpoint, module.strict_loading)
+    if request.checkpoint is not None and (run.stage != "fit" or request.takes("weights")):
+        saving.restore_weights(module, request.checkpoint, module.strict_loading)
 
     if run.stage == "fit":
         wire_training(run, request)
@@ -214,7 +224,7 @@ def open_loggers(run: Run, checkpoint: dict[str, Any] | None) -> None:
     if run.strategy.rank != 0:
         return
     resumed_at = run.state.step or None
-    if run.stage == "fit" and checkpoint is not None:
+    if checkpoint is not None:
         resumed_at = checkpoint["global_step"]
         for logger, saved in zip(run.loggers, checkpoint.get("loggers", []), strict=False):
             logger.load_state_dict(saved)
@@ -251,7 +261,7 @@ def wire_training(run: Run, request: Request) -> None:
     run.accumulate = trainer.accumulate_grad_batches
     run.losses = LossWatch(state, trainer.nonfinite_loss, run.strategy.device)
 
-    if request.checkpoint is not None:
+    if request.checkpoint is not None and request.takes("counters"):
         resume.restore_counters(run, request.checkpoint)
     run.train = read_train(run, request.loaders)
     if not module.training:
@@ -262,12 +272,9 @@ def wire_training(run: Run, request: Request) -> None:
 
     wire_optimizers(run)
     if request.checkpoint is not None:
-        resume.restore_progress(run, request.checkpoint)
+        resume.restore_progress(run, request.checkpoint, request.restore)
     elif trainer.position is not None:
-        left = trainer.position
-        resume.restore_optimizers(run, left.optimizers, left.schedulers, left.precision)
-        if state.batch:
-            run.epoch_rng, run.resumed_rng = left.epoch_rng, rng.capture()
+        resume.restore_position(run, trainer.position)
     state.optimizer_steps = (state.optimizer_steps or [0] * len(run.optimizers))[
         : len(run.optimizers)
     ]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from leyden.errors import ConfigError
 
-from .folder import FolderLogger, number, replacing, whole_lines
+from .folder import FolderLogger, replacing, whole_lines
+
+if TYPE_CHECKING:
+    from .folder import Values
 
 
 class CSVLogger(FolderLogger):
@@ -30,6 +33,8 @@ class CSVLogger(FolderLogger):
             process that is killed loses no row.
     """
 
+    FILES = "metrics.csv"
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
@@ -45,17 +50,19 @@ class CSVLogger(FolderLogger):
             )
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self._columns: dict[str, None] = {}
-        self._held: list[dict[str, int | float]] = []
+        self._held: list[Values] = []
 
     def open(self, folder: Path, resumed_at: int | None = None) -> None:
         super().open(folder)
         self._columns = {}
-        if (folder / "metrics.csv").exists():
-            self._rewrite((), math.inf if resumed_at is None else resumed_at)
+        if (folder / self.FILES).exists():
+            last_step, again = self._take_up(resumed_at)
+            self._rewrite((), math.inf if last_step is None else last_step)
+            for values, step in again:
+                self._record(values, step)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        row = {name: number(value) for name, value in metrics.items()} | {"step": step}
-        self._held.append(row)
+    def _record(self, values: Values, step: int) -> None:
+        self._held.append(values | {"step": step})
         if step - self._held[0]["step"] >= self.flush_logs_every_n_steps - 1:
             self.flush()
 
@@ -63,7 +70,7 @@ class CSVLogger(FolderLogger):
         super().flush()
         if not self._held:
             return
-        path = self.folder / "metrics.csv"
+        path = self.folder / self.FILES
         if not all(row.keys() <= self._columns.keys() for row in self._held):
             self._rewrite(name for row in self._held for name in row)
         with path.open("a", newline="", encoding="utf-8") as file:
@@ -72,7 +79,7 @@ class CSVLogger(FolderLogger):
 
     def _rewrite(self, names: Iterable[str], last_step: float = math.inf) -> None:
         """Give the file columns for ``names`` too, and only its rows up to ``last_step``."""
-        path = self.folder / "metrics.csv"
+        path = self.folder / self.FILES
         with self._reading(path), replacing(path) as file:
             old = csv.DictReader(whole_lines(path) if path.exists() else ())
             columns = dict.fromkeys([*(old.fieldnames or ()), *names])

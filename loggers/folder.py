@@ -9,25 +9,31 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
 from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    Values = dict[str, int | float]
+
 
 class FolderLogger:
     """A logger that writes in one folder, the hyperparameters in ``hparams.json`` there.
 
     A Trainer gives it the folder of the run. Used alone, it makes ``save_dir/name/version_N``
-    when it first has something to write.
+    when it first has something to write. Its state holds what was logged at the newest step: a run
+    that was saved in the middle of what it logs at a step, and killed later, has the rest once.
 
     Args:
         save_dir: The folder for its runs; None for the folder of the Trainer's run.
         name: A folder in ``save_dir`` for runs that belong together; None for none.
         version: The run's folder in there: a number N means ``version_N``, None the next free one.
     """
+
+    FILES: ClassVar[str]
+    """Pattern of the names of the files that metrics are in."""
 
     def __init__(
         self,
@@ -41,6 +47,10 @@ class FolderLogger:
         self._folder: Path | None = None
         self._resumes: Path | None = None
         self._hparams: dict[str, Any] = {}
+        self._step: int | None = None
+        """The newest with metrics: -1 before any, None where there may be others' already."""
+        self._newest: list[Values] = []
+        self._saved: tuple[int, list[Values]] | None = None
 
     @property
     def log_dir(self) -> str | None:
@@ -62,9 +72,36 @@ class FolderLogger:
         with self._usable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
+        if folder != self._folder:
+            self._step = None if any(folder.glob(self.FILES)) else -1
         self._folder = folder
         if self._hparams:
             self._write_hparams()
+
+    def _take_up(self, resumed_at: int | None) -> tuple[int | None, list[tuple[Values, int]]]:
+        """Return the last step whose metrics stay, and those to write again with their step.
+
+        A run may have been saved in the middle of what it logs at a step.
+        """
+        saved, self._saved = self._saved, None
+        if resumed_at is None or saved is None or saved[0] > resumed_at:
+            return resumed_at, []
+        if not any(self.folder.glob(self.FILES)):
+            return resumed_at, []
+        self._step, self._newest = saved
+        return max(self._step, 0) - 1, [(values, self._step) for values in self._newest]
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {name: number(value) for name, value in metrics.items()}
+        if self._step is None or step > self._step:
+            self._step, self._newest = step, []
+        if step == self._step:
+            self._newest.append(values)
+        self._record(values, step)
+
+    def _record(self, values: Values, step: int) -> None:
+        """Write ``values``, which were logged at ``step``."""
+        raise NotImplementedError
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         # Without a folder they wait: a Trainer that comes later may bring one.
@@ -84,12 +121,19 @@ class FolderLogger:
         self._hparams = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"folder": self.log_dir, "version": self.version}
+        return {
+            "folder": self.log_dir,
+            "version": self.version,
+            "step": self._step,
+            "newest": list(self._newest),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         folder = state_dict.get("folder")
         self._resumes = Path(folder) if folder else None
         self.version = state_dict.get("version", self.version)
+        step = state_dict.get("step")
+        self._saved = None if step is None else (step, list(state_dict["newest"]))
 
     def _write_hparams(self) -> None:
         with replacing(self.folder / "hparams.json") as file:

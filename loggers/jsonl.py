@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .folder import FolderLogger, number, plain, replacing, whole_lines
+from .folder import FolderLogger, plain, replacing, whole_lines
+
+if TYPE_CHECKING:
+    from .folder import Values
 
 
 class JSONLLogger(FolderLogger):
@@ -19,19 +22,23 @@ class JSONLLogger(FolderLogger):
     ``metrics.jsonl`` is, it goes on below the lines that are there.
     """
 
+    FILES = "metrics.jsonl"
+
     def open(self, folder: Path, resumed_at: int | None = None) -> None:
         super().open(folder)
-        path = folder / "metrics.jsonl"
+        path = folder / self.FILES
         if not path.exists():
             return
+        last_step, again = self._take_up(resumed_at)
         with self._reading(path), replacing(path) as file:
             for line in whole_lines(path):
-                step = json.loads(line)["step"]
-                if resumed_at is None or step <= resumed_at:
+                if last_step is None or json.loads(line)["step"] <= last_step:
                     file.write(line)
+        for values, step in again:
+            self._record(values, step)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        values = {name: plain(number(value)) for name, value in metrics.items()}
-        record = {"step": step, "time": time.time()} | values | {"step": step}
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    def _record(self, values: Values, step: int) -> None:
+        numbers = {name: plain(value) for name, value in values.items()}
+        record = {"step": step, "time": time.time()} | numbers | {"step": step}
+        with (self.folder / self.FILES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

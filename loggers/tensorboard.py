@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .folder import FolderLogger, number, plain
+from .folder import FolderLogger, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+    from .folder import Values
 
 
 class TensorBoardLogger(FolderLogger):
@@ -34,6 +36,8 @@ class TensorBoardLogger(FolderLogger):
         prefix: Put before the name of every metric, with a ``-`` between.
     """
 
+    FILES = "events.out.tfevents.*"
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
@@ -45,7 +49,8 @@ class TensorBoardLogger(FolderLogger):
         super().__init__(save_dir, name, version)
         self._prefix = f"{prefix}-" if prefix else ""
         self._log_graph = log_graph
-        self._resumed_at: int | None = None
+        self._last_step: int | None = None
+        self._again: list[tuple[Values, int]] = []
         self._writer: SummaryWriter | None = None
         self._tags: dict[str, None] = {}
         self._held: list[tuple[Any, int | None, float]] = []
@@ -60,7 +65,11 @@ class TensorBoardLogger(FolderLogger):
             # Made on use, not by open: a new writer makes a file and loads a library.
             purge = self._first_step_to_purge()
             self._writer = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=1)
-            self._resumed_at = None
+            self._last_step = None
+            for values, step in self._again:
+                self._hold(values, step)
+            self._again = []
+            _add(self._writer, self._held)
             # What is held back would be lost at exit.
             weakref.finalize(self, _finish, self._writer, self._held)
             if self._hparams:
@@ -68,40 +77,43 @@ class TensorBoardLogger(FolderLogger):
         return self._writer
 
     def _first_step_to_purge(self) -> int | None:
-        before = max((p.name for p in self.folder.glob("events.out.tfevents.*")), default=None)
-        if self._resumed_at is None or before is None:
+        before = max((p.name for p in self.folder.glob(self.FILES)), default=None)
+        if self._last_step is None or before is None:
             return None
         # Files are read by name, second by second: the one that purges must come in a later one.
         while int(before.split(".")[3]) >= int(time.time()):
             time.sleep(0.01)
-        return self._resumed_at + 1
+        return self._last_step + 1
 
     def open(self, folder: Path, resumed_at: int | None = None) -> None:
         super().open(folder)
-        self._resumed_at = resumed_at
+        self._last_step, self._again = self._take_up(resumed_at)
         self._tags = {}
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = {f"{self._prefix}{name}": number(value) for name, value in metrics.items()}
-        # One event holds them all: add_scalar, an event each, takes five times as long.
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    def _record(self, values: Values, step: int) -> None:
         writer = self.experiment  # before a time is noted: what it writes by itself comes first
-        self._held.append((Summary(value=values), step, time.time()))
-        self._tags.update(dict.fromkeys(scalars))
+        self._hold(values, step)
         # Each event wakes the writer's thread, which takes as long as a training step does, and in
         # which it holds the interpreter. Every ten seconds is soon enough for a curve.
         if time.monotonic() >= self._hand_over_at:
             _add(writer, self._held)
             self._hand_over_at = time.monotonic() + 10
 
+    def _hold(self, values: Values, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = {f"{self._prefix}{name}": value for name, value in values.items()}
+        # One event holds them all: add_scalar, an event each, takes five times as long.
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._held.append((Summary(value=points), step, time.time()))
+        self._tags.update(dict.fromkeys(scalars))
+
     def _hand_over(self) -> None:
         if self._held:
             _add(self.experiment, self._held)
 
     def log_graph(self, module: nn.Module) -> None:
-        if not self._log_graph or self._resumed_at is not None:
+        if not self._log_graph or self._last_step is not None:
             return
         example = getattr(module, "example_input_array", None)
         try:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .profilers import PyTorchProfiler as PyTorchProfiler
     from .profilers import SimpleProfiler as SimpleProfiler
     from .rich_progress import RichProgress as RichProgress
+    from .sharded_checkpointing import ShardedCheckpointer as ShardedCheckpointer
     from .summary import ModelSummary as ModelSummary
     from .summary import Summary as Summary
     from .summary import summarize as summarize
@@ -36,6 +37,7 @@ _HOMES = {
     "PlainProgress": "plain_progress",
     "PyTorchProfiler": "profilers",
     "RichProgress": "rich_progress",
+    "ShardedCheckpointer": "sharded_checkpointing",
     "SimpleProfiler": "profilers",
     "Summary": "summary",
     "Timer": "timer",

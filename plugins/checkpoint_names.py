@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from string import Formatter
 
 from leyden.errors import ConfigError
@@ -48,3 +48,17 @@ def fill(template: str, values: Mapping[str, float], label: str | None = None) -
                 parts.append(name.replace("/", "_") + label)
             parts.append(format(values[name], spec or ""))
     return "".join(parts)
+
+
+def free(path_of: Callable[[int | None], str], is_taken: Callable[[str], bool], first: int) -> str:
+    """Return the first path that is not taken.
+
+    Args:
+        path_of: Returns the path of a version; None is the plain one.
+        is_taken: Returns whether a path is.
+        first: The version after the plain one.
+    """
+    path, version = path_of(None), first
+    while is_taken(path):
+        path, version = path_of(version), version + 1
+    return path

@@ -1,37 +1,40 @@
-"""ModelCheckpoint: keeps the best states of a run on disk, and the newest."""
+"""ModelCheckpoint: keeps the best states of a run, and the newest, where you say."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from math import inf, isnan, nan
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from leyden.callback import Callback
-from leyden.errors import ConfigError
+from leyden.errors import CheckpointError
+from leyden.locations import absolute, join
+from leyden.rank_zero import rank_zero_warn
 
-from .checkpoint_names import COUNTS, checked_template, fill, names_in
-from .checkpointing import link, local_path, make_folder
+from .checkpoint_choices import INTERVALS, check_choices
+from .checkpoint_folder import is_in, own_folder
+from .checkpoint_names import checked_template, fill, free, names_in
+from .checkpoint_numbers import Numbers
+from .checkpoint_schedule import NOTHING, Schedule
+from .checkpoint_writer import Outcome, Writer
 from .monitored import checked_mode, missing
+from .retention import Files, Rules, Save, Saved, arranged
 from .timer import is_out_of_time
 
 if TYPE_CHECKING:
     from leyden.module import Module
-    from leyden.state import State
+    from leyden.protocols import Checkpointer
     from leyden.trainer import Trainer
 
-    At = Literal["step", "epoch", "end"]
+    from .checkpoint_schedule import At
 
 log = logging.getLogger(__name__)
-
-INTERVALS = ("every_n_train_steps", "train_time_interval", "every_n_epochs")
 
 
 class ModelCheckpoint(Callback):
@@ -39,17 +42,20 @@ class ModelCheckpoint(Callback):
 
     Without an interval it saves after each validation, or at the end of each epoch in a run that
     has none; a validation due at the same step always comes first. A run that is interrupted, or
-    stopped before its limits, saves once more. A file is deleted only after the one that replaces
-    it is complete, and only if this run, or the one it resumes, has written it.
+    stopped before its limits, saves once more.
+
+    What is saved stays for any of the reasons that ``save_top_k`` and the ``keep_…`` arguments
+    name. A file is deleted only after a newer one is complete, and only if this run, or the one it
+    resumes, has written it. The names (best, last) point at complete files alone.
 
     Args:
-        dirpath: Folder of the files; ``checkpoints`` in the run's own if None.
+        dirpath: Folder of the files, or its URL; ``checkpoints`` in the run's own if None.
         filename: Template such as ``"{epoch}-{val/loss:.2f}"``; ``"{epoch}-{step}"`` if None.
         monitor: Logged metric to rank by. None ranks by age, the newest first.
         verbose: Say what is saved, and what was not good enough.
         save_last: Keep the newest state as ``last``: True, or ``"link"`` for a symbolic link. Where
-            that state is among the best too it takes no space of its own.
-        save_top_k: Files to keep: -1 for all, 0 for none but ``last``.
+            that state is kept as another file too it takes no space of its own.
+        save_top_k: How many of the best to keep: -1 for all, 0 for none.
         save_weights_only: Leave out what resuming needs.
         mode: ``"min"`` if lower values of ``monitor`` are better, ``"max"`` if higher ones.
         auto_insert_metric_name: Write ``epoch=3`` rather than ``3`` for ``{epoch}``.
@@ -60,6 +66,18 @@ class ModelCheckpoint(Callback):
             False only after validations. None chooses as described above.
         enable_version_counter: Add ``-v1`` to a name that a file of others has; False overwrites.
         max_share: Most of the training time that saves after epochs may take; others wait.
+        keep_newest: How many of the newest to keep.
+        keep_every_n_train_steps: Keep, for good, the first state that is saved at or after each
+            multiple of this many optimizer steps.
+        keep_for: Keep each state at least this long.
+        asynchronous: Save while training goes on: the state is copied to host memory, which takes
+            as much of it as a checkpoint, and written in the background. Names change, files are
+            deleted and errors are raised when it is complete; fit does not return before.
+        when_busy: What a save does that is due while the one before is still written in the
+            background: ``"wait"`` for it, or ``"skip"`` this one.
+        when_failed: What a save does that fails, as on a full disk: ``"raise"`` ends training,
+            ``"warn"`` goes on, and tries again when the next is due. Older files stay.
+        save_on_exception: Save once more when an error ends training.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -87,7 +105,15 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         max_share: float = 1.0,
+        keep_newest: int = 0,
+        keep_every_n_train_steps: int | None = None,
+        keep_for: timedelta | None = None,
+        asynchronous: bool = False,
+        when_busy: Literal["wait", "skip"] = "wait",
+        when_failed: Literal["raise", "warn"] = "raise",
+        save_on_exception: bool = True,
     ) -> None:
+        check_choices({name: value for name, value in locals().items() if name != "self"})
         self.filename = checked_template(
             f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if filename is None else filename
         )
@@ -99,50 +125,34 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps = every_n_train_steps
         self.train_time_interval = train_time_interval
         self.every_n_epochs = every_n_epochs
-        self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
-        self.max_share = max_share
-        self._check_choices()
+        self.asynchronous, self.when_busy = asynchronous, when_busy
+        self.when_failed, self.save_on_exception = when_failed, save_on_exception
 
-        self._own_dirpath = None if dirpath is None else str(local_path(str(dirpath)).absolute())
+        self._own_dirpath = None if dirpath is None else absolute(dirpath)
         self.dirpath = self._own_dirpath
-        self.best_k_models: dict[str, Tensor] = {}
-        self.last_model_path = ""
-        self.current_score: Tensor | None = None
-        self._saved_batches = self._saved_step = 0
-        self._saved_elapsed = self._took = 0.0
-        self._has_said_missing = False
-        self._waits = every_n_train_steps is None and train_time_interval is None
-
-    def _check_choices(self) -> None:
-        intervals = {n: value for n in INTERVALS if (value := getattr(self, n)) is not None}
-        if len(intervals) > 1:
-            raise ConfigError(
-                f"ModelCheckpoint takes one interval, not {' and '.join(intervals)}. Use a "
-                "ModelCheckpoint for each."
-            )
-        for name, value in intervals.items():
-            if value <= (timedelta(0) if name == "train_time_interval" else 0):
-                raise ConfigError(f"{name}={value!r} must be positive. Leave it out for none.")
-        if self.save_top_k < -1:
-            raise ConfigError(
-                f"save_top_k={self.save_top_k} must be at least -1. -1 keeps all, 0 none."
-            )
-        if self.monitor is None and self.save_top_k > 1:
-            raise ConfigError(
-                f"save_top_k={self.save_top_k} needs a metric to rank by. Pass monitor='...', or "
-                "save_top_k=1 for the newest or -1 for all."
-            )
-        if self.save_last not in (None, True, False, "link"):
-            raise ConfigError(
-                f"save_last={self.save_last!r} is not a choice. Pass True, False or 'link'."
-            )
+        prefers_high = monitor is None or self.mode == "max"
+        self._rules = Rules(
+            save_top_k, keep_newest, keep_every_n_train_steps, keep_for, prefers_high
+        )
+        self._numbers = Numbers(monitor, prefers_high)
+        intervals = (every_n_train_steps, train_time_interval, every_n_epochs)
+        self._schedule = Schedule(*intervals, save_on_train_epoch_end, bool(save_last), max_share)
+        self._writer = Writer(asynchronous, symbolic=save_last == "link")
+        self._files, self._restored_dirpath = Files(), ""
+        self._is_fitting = self._has_skipped = False
+        self._raised: Exception | None = None
 
     @property
     def state_key(self) -> str:
         names = ("monitor", "mode", *INTERVALS, "save_weights_only")
         settings = (f"{name}={getattr(self, name)!r}" for name in names)
         return f"ModelCheckpoint({', '.join(settings)})"
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """The best checkpoints and their scores, the very best first."""
+        return {one.path: one.score for one in self._rules.best_of(self._files.kept)}
 
     @property
     def best_model_path(self) -> str:
@@ -156,8 +166,18 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the checkpoints that are kept; empty before the first."""
+        """The worst of the best checkpoints; empty before the first."""
         return next(reversed(self.best_k_models), "")
+
+    @property
+    def last_model_path(self) -> str:
+        """The complete checkpoint that stands for the newest state; empty where there is none."""
+        return self._files.last
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The monitored value of the newest checkpoint, shape ``()``."""
+        return self._files.score
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -166,174 +186,175 @@ class ModelCheckpoint(Callback):
             "best_model_path": self.best_model_path,
             "current_score": self.current_score,
             "dirpath": self.dirpath,
-            "best_k_models": dict(self.best_k_models),
+            "best_k_models": self.best_k_models,
             "kth_best_model_path": self.kth_best_model_path,
             "last_model_path": self.last_model_path,
+            "kept": self._files.as_state(),
+            "doomed": list(self._files.doomed),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_k_models = dict(state_dict["best_k_models"])
-        self.last_model_path = state_dict["last_model_path"]
-        self.current_score = state_dict["current_score"]
+        self._files = Files.from_state(state_dict)
+        self._restored_dirpath = state_dict["dirpath"] or ""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.fast_dev_run:
             return
-        if self._own_dirpath is None:
-            folder = trainer.run_dir or Path(trainer.default_root_dir)
-            self.dirpath = str((folder / "checkpoints").absolute())
+        self.dirpath = self._own_dirpath or own_folder(trainer, self._restored_dirpath)
         if trainer.is_global_zero:
-            make_folder(str(self.dirpath))
+            trainer.checkpointer.prepare(self.dirpath)
         if self.FILE_EXTENSION == ModelCheckpoint.FILE_EXTENSION:
             self.FILE_EXTENSION = trainer.checkpointer.extension
-        state = trainer.state
-        # What a run begins with needs no saving, unless it is scored: it is new, or was loaded.
-        is_scored = state.total_batches == 0 and self.monitor and "start" in trainer.validate_at
-        self._saved_batches = -1 if is_scored else state.total_batches
-        self._saved_step = state.step
-        self._saved_elapsed = state.elapsed
-        if state.total_batches == 0:
-            self.best_k_models, self.last_model_path, self.current_score = {}, "", None
+        is_new = trainer.state.total_batches == 0
+        is_scored = is_new and self.monitor is not None and "start" in trainer.validate_at
+        self._schedule.begin(trainer.state, is_scored)
+        self._writer.prepare()
+        self._is_fitting, self._raised = True, None
+        self._has_skipped = False
+        if is_new:
+            self._files = Files()
         else:
             self._forget_absent(trainer)
 
     def _forget_absent(self, trainer: Trainer) -> None:
         """Keep of the restored paths those that are there, in the folder of this run."""
-        folder = Path(self.dirpath or "")
-        known = {*self.best_k_models, self.last_model_path} - {""}
-        there = {p for p in known if folder in Path(p).parents and trainer.checkpointer.exists(p)}
+        folder, exists = str(self.dirpath), trainer.checkpointer.exists
+        known = {*self._files.paths, *self._files.doomed}
+        there = {path for path in known if is_in(folder, path) and exists(path)}
         kept = trainer.broadcast(there)
-        if known - kept and trainer.is_global_zero:
-            lost = ", ".join(sorted(known - kept))
-            log.warning("ModelCheckpoint no longer tracks %s: not in %s", lost, folder)
-        self.best_k_models = {p: s for p, s in self.best_k_models.items() if p in kept}
-        self.last_model_path = self.last_model_path if self.last_model_path in kept else ""
+        if (lost := self._files.paths - kept) and trainer.is_global_zero:
+            log.warning(
+                "ModelCheckpoint no longer tracks %s: not in %s", ", ".join(sorted(lost)), folder
+            )
+        self._files = self._files.only(kept)
 
     def on_save_point(self, trainer: Trainer, module: Module, at: At) -> None:
-        state = trainer.state
-        if at == "step" and self._waits and state.validated_batch != state.total_batches:
+        state, schedule = trainer.state, self._schedule
+        if self._writer.wants_memory:
+            self._writer.reserve(trainer, module)
+        if self._writer.save is not None and (at == "end" or self._writer.is_seen_done(trainer)):
+            self._finish(trainer)
+        is_validated = state.validated_batch == state.total_batches
+        if at == "step" and schedule.waits_for_validation and not is_validated:
             return
-        if state.total_batches == self._saved_batches or trainer.fast_dev_run:
-            return
-        if at == "step":
-            if self._is_due_after_step(trainer, state):
-                self._save(trainer, at)
+        if state.total_batches == schedule.saved_batches or trainer.fast_dev_run:
             return
         # A run cut by a signal or the clock is resumed from here. Clocks differ.
-        cut = trainer.interrupted or is_out_of_time(trainer.callbacks)
-        must = at == "end" and trainer.broadcast(cut)
-        if must or self._is_due_after_epoch(trainer, state, at):
+        must = at == "end" and trainer.broadcast(
+            trainer.interrupted or is_out_of_time(trainer.callbacks)
+        )
+        if must or (at == "end" and self._has_skipped) or schedule.is_due(trainer, at):
             self._save(trainer, at, must)
 
-    def _is_due_after_step(self, trainer: Trainer, state: State) -> bool:
-        if self.every_n_train_steps is not None:
-            return state.step != self._saved_step and state.step % self.every_n_train_steps == 0
-        if self.train_time_interval is not None:
-            waited = timedelta(seconds=state.elapsed - self._saved_elapsed)
-            return bool(trainer.broadcast(waited >= self.train_time_interval))
-        return (
-            state.validated_batch == state.total_batches
-            and state.batch < trainer.num_training_batches
-            and (state.epoch + 1) % (self.every_n_epochs or 1) == 0
-            and self._saves_after_validation(trainer)
-        )
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        if not self._is_fitting:
+            return
+        if trainer.interrupted and not isinstance(exception, Exception):
+            self._writer.stop()  # a second signal ends everything at once
+        if self._writer.save is not None:
+            self._attempt(partial(self._finish, trainer))
+        if (
+            self.save_on_exception
+            and isinstance(exception, Exception)
+            and exception is not self._raised
+            and self._schedule.has_unsaved(trainer.state)
+            and trainer.world_size == 1  # the others may never come to this point
+        ):
+            self._attempt(partial(self._save, trainer, "end", must=True))
 
-    def _is_due_after_epoch(self, trainer: Trainer, state: State, at: At) -> bool:
-        if at == "end" and self.save_last:
-            return True
-        if self.every_n_train_steps is not None or self.train_time_interval is not None:
-            return False
-        if (_epoch(state) + 1) % (self.every_n_epochs or 1):
-            return False
-        passed = state.elapsed - self._saved_elapsed
-        if at == "epoch" and trainer.broadcast(self._took > self.max_share * passed):
-            return False
-        has_validated = state.validated_batch == state.total_batches
-        return (
-            (at == "end" and state.batch > 0)
-            or has_validated
-            or not self._saves_after_validation(trainer)
-        )
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._is_fitting = False
+        try:
+            if self._writer.save is not None:
+                self._finish(trainer)
+        finally:
+            self._writer.free()
 
-    def _saves_after_validation(self, trainer: Trainer) -> bool:
-        if self.save_on_train_epoch_end is not None:
-            return not self.save_on_train_epoch_end
-        return self.every_n_epochs is None and sum(trainer.num_val_batches) > 0
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do what must not hide an error that came first."""
+        try:
+            action()
+        except Exception as error:
+            log.error("ModelCheckpoint could not save the run as it ended: %s", error)
 
     def _save(self, trainer: Trainer, at: At, must: bool = False) -> None:
-        """Write the state if it is to be kept, point "last" at it, then delete what it replaces."""
-        metrics = trainer.callback_metrics
+        """Write the state if it is to be kept, or begin to."""
+        if self._writer.save is not None:
+            if self.when_busy == "skip" and not trainer.broadcast(self._writer.is_done()):
+                log.info(
+                    "Step %d is not saved: that of step %d is not complete yet.",
+                    trainer.global_step,
+                    self._writer.save.step,
+                )
+                self._has_skipped = True
+                return
+            self._finish(trainer)
+        self._schedule.saved_elapsed, began = trainer.state.elapsed, perf_counter()
+        save, error = self._planned(trainer, at, must)
+        if error is not None:
+            self._conclude(save, Outcome(save.before, False, error))
+        elif save.path:
+            self._begin(trainer, save)
+            if at == "end" or not self.asynchronous:
+                self._finish(trainer)
+        elif self.verbose and trainer.is_global_zero and at != "end":
+            self._say(save, f"not among the best {self.save_top_k}")
+        self._schedule.took = perf_counter() - began
+
+    def _planned(self, trainer: Trainer, at: At, must: bool) -> tuple[Save, Exception | None]:
+        """Return where the state goes and what is kept with it, or why this cannot be known."""
         names = {*names_in(self.filename), *names_in(self.CHECKPOINT_NAME_LAST)}
-        values = {name: self._number(name, trainer, at, metrics) for name in names}
-        score = trainer.broadcast(self._score(trainer, at, metrics))
-        kept, fallen = self._ranked(score)
-        is_kept, last = "" in kept, ""
-        if self.save_last or (must and not is_kept):
-            last = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
-        newest = self._free_path(trainer, values, self.filename, *fallen) if is_kept else last
-        self._saved_elapsed, began = trainer.state.elapsed, perf_counter()
-        if newest:
-            fallen.append(self.last_model_path)
-            with self._undone_on_failure():
-                self.best_k_models = {path or newest: score for path, score in kept.items()}
-                self.last_model_path, self.current_score = last, score
-                trainer.save_checkpoint(newest, self.save_weights_only)
-                if last not in ("", newest):
-                    self._point_last_at(trainer, newest)
-            self._saved_batches, self._saved_step = trainer.state.total_batches, trainer.global_step
-            self._remove(trainer, fallen)
-        self._took = perf_counter() - began
-        if self.verbose and trainer.is_global_zero and (newest or at != "end"):
-            measured = f", {self.monitor} = {float(score):.5g}" if self.monitor else ""
-            outcome = f"saved as {newest}" if newest else f"not among the best {self.save_top_k}"
-            log.info("Step %d%s: %s.", trainer.global_step, measured, outcome)
+        values = self._numbers.named(names, self.filename, trainer, at)
+        score = self._numbers.score(trainer, at, is_cut=must)
+        new = Saved("", score, trainer.global_step, time())
+        save, error = Save("", new.step, self._files, self._files), None
+        if trainer.is_global_zero:
+            path = partial(self._free_path, trainer.checkpointer, values)
+            named, last = partial(path, self.filename), partial(path, self.CHECKPOINT_NAME_LAST)
+            try:
+                save = arranged(
+                    self._files, new, self._rules, named, last, bool(self.save_last), must
+                )
+            except CheckpointError as failure:
+                error = failure
+        shared: tuple[Save, Exception | None] = trainer.broadcast((save, error))
+        return shared
 
-    def _ranked(self, score: Tensor) -> tuple[dict[str, Tensor], list[str]]:
-        """Return what to keep, best first, the new state under the name ``""``; and the others."""
-        ranked = sorted(
-            [*self.best_k_models.items(), ("", score)],
-            key=lambda entry: float(entry[1]),
-            reverse=self._prefers_high,
-        )
-        k = len(ranked) if self.save_top_k == -1 else self.save_top_k
-        return dict(ranked[:k]), [path for path, _ in ranked[k:] if path]
+    def _begin(self, trainer: Trainer, save: Save) -> None:
+        # A checkpoint names itself as best and last, so it is made as if it were complete.
+        self._files = save.after
+        try:
+            checkpoint = trainer.dump_checkpoint(self.save_weights_only)
+        finally:
+            self._files = save.before
+        self._writer.begin(trainer, checkpoint, save)
+        self._schedule.mark(trainer.state)
+        self._has_skipped = False
 
-    @property
-    def _prefers_high(self) -> bool:
-        return self.monitor is None or self.mode == "max"
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait until the save that was begun is complete, and take over what there is then."""
+        save, outcome = self._writer.finish(trainer)
+        if self.verbose and trainer.is_global_zero and outcome.is_saved:
+            self._say(save, f"saved as {save.path}")
+        self._conclude(save, outcome)
 
-    def _score(self, trainer: Trainer, at: At, metrics: Mapping[str, Tensor]) -> Tensor:
-        """Return what the state is ranked by, shape ``()``: never NaN, infinite if unknown."""
-        if self.monitor is None:
-            return torch.tensor(trainer.state.total_batches)
-        number = self._number(self.monitor, trainer, at, metrics)
-        # An interrupted validation has seen a part of its data.
-        if isnan(number) or trainer.interrupted:
-            return torch.tensor(-inf if self._prefers_high else inf)
-        return metrics[self.monitor].detach().cpu().clone()
+    def _conclude(self, save: Save, outcome: Outcome) -> None:
+        self._files, error = outcome.files, outcome.error
+        if not outcome.is_saved:
+            self._schedule.saved_batches = NOTHING
+        if error is None:
+            return
+        if self.when_failed == "raise":
+            self._raised = error
+            raise error
+        going_on = f"Training goes on from step {save.step}, and the next due save tries again."
+        rank_zero_warn(f"{error} {going_on}")
 
-    def _number(self, name: str, trainer: Trainer, at: At, metrics: Mapping[str, Tensor]) -> float:
-        """Return the value called ``name``; NaN while it may still come.
-
-        Raises:
-            ConfigError: All that logs has had its turn, and nothing has logged it.
-        """
-        if name in COUNTS:
-            return _epoch(trainer.state) if name == "epoch" else trainer.global_step
-        if name in metrics:
-            return metrics[name].item()
-        validates = sum(trainer.num_val_batches) > 0
-        if at != "end" and (trainer.state.validations > 0 or (at == "epoch" and not validates)):
-            asked_by = "monitor" if name == self.monitor else "filename"
-            raise missing(f"ModelCheckpoint({asked_by}={getattr(self, asked_by)!r})", name, metrics)
-        if not self._has_said_missing and trainer.is_global_zero:
-            self._has_said_missing = True
-            log.warning(
-                "ModelCheckpoint saves at step %d, where %r is not known yet: it counts as worst.",
-                trainer.global_step,
-                name,
-            )
-        return nan
+    def _say(self, save: Save, outcome: str) -> None:
+        score, measured = save.after.score, ""
+        if self.monitor and score is not None:
+            measured = f", {self.monitor} = {float(score):.5g}"
+        log.info("Step %d%s: %s.", save.step, measured, outcome)
 
     def format_checkpoint_name(
         self,
@@ -359,42 +380,15 @@ class ModelCheckpoint(Callback):
         label = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
         name = f"{fill(template, values, label)}{version}{self.FILE_EXTENSION}"
-        return name if self.dirpath is None else str(Path(self.dirpath) / name)
+        return name if self.dirpath is None else join(self.dirpath, name)
 
     def _free_path(
-        self, trainer: Trainer, values: Mapping[str, float], template: str, *own: str
+        self, checkpointer: Checkpointer, values: Mapping[str, float], template: str, *own: str
     ) -> str:
         """Return a path that nothing has, or one of ``own``, which may be replaced."""
-        path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
-        while self.enable_version_counter and path not in own and trainer.checkpointer.exists(path):
-            path = self.format_checkpoint_name(values, template, version)
-            version += 1
-        return str(trainer.broadcast(path))
 
-    @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
-        # A checkpoint names itself as best and last, so the names are set before it is complete.
-        before = self.best_k_models, self.last_model_path, self.current_score
-        try:
-            yield
-        except BaseException:
-            self.best_k_models, self.last_model_path, self.current_score = before
-            raise
+        def is_taken(path: str) -> bool:
+            return self.enable_version_counter and path not in own and checkpointer.exists(path)
 
-    def _point_last_at(self, trainer: Trainer, newest: str) -> None:
-        linked = trainer.is_global_zero and link(
-            newest, self.last_model_path, symbolic=self.save_last == "link"
-        )
-        if not trainer.broadcast(linked):
-            trainer.save_checkpoint(self.last_model_path, self.save_weights_only)
-
-    def _remove(self, trainer: Trainer, fallen: list[str]) -> None:
-        in_use = {*self.best_k_models, self.last_model_path, ""}
-        for path in fallen if trainer.is_global_zero else []:
-            if path not in in_use:
-                trainer.checkpointer.remove(path)
-
-
-def _epoch(state: State) -> int:
-    """Return the index of the epoch that the last batch was of."""
-    return max(0, state.epoch - (state.batch == 0))
+        path_of = partial(self.format_checkpoint_name, values, template)
+        return free(path_of, is_taken, self.STARTING_VERSION)

@@ -20,7 +20,10 @@ def register_precisions() -> dict[str, str]:
 @hookimpl
 def register_checkpointers() -> dict[str, str]:
     """Return the built-in checkpointers."""
-    return {"file": "leyden.plugins.checkpointing:FileCheckpointer"}
+    return {
+        "file": "leyden.plugins.checkpointing:FileCheckpointer",
+        "sharded": "leyden.plugins.sharded_checkpointing:ShardedCheckpointer",
+    }
 
 
 @hookimpl

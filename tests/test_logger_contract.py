@@ -133,6 +133,26 @@ def test_a_resumed_run_has_each_point_once(kind, make, tmp_path):
     assert points(kind, tmp_path) == [*kept, (5, "loss", -5.0), (6, "loss", -6.0)]
 
 
+@pytest.mark.parametrize("before", [[], [3], [3, 5]], ids=str)
+def test_what_a_step_logs_after_it_was_saved_is_there_once(kind, make, tmp_path, before):
+    first = make()
+    first.open(tmp_path)
+    for step in before:
+        first.log_metrics({"step's": float(step)}, step)
+    first.flush()
+    saved = first.state_dict()
+    first.log_metrics({"epoch's": 1.0}, 5)  # of the same step, and lost: nobody saved it
+    first.close("failed")
+    for _ in range(2):  # the second is killed before it has logged anything, or saved
+        resumed = make()
+        resumed.load_state_dict(saved)
+        resumed.open(tmp_path, resumed_at=5)
+    resumed.log_metrics({"epoch's": 1.0}, 5)
+    resumed.close("success")
+    wanted = [(5, "epoch's", 1.0), *((step, "step's", float(step)) for step in before)]
+    assert points(kind, tmp_path) == sorted(wanted)
+
+
 def test_opened_again_without_resuming_it_goes_on_below(kind, make, tmp_path):
     for step in (5, 6):
         logger = make()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +59,7 @@ def trained(tmp_path, *callbacks, module=None, batches=2, val=True, ckpt_path=No
         **{"max_epochs": 1, **options},
     )
     train = loader(batches) if isinstance(batches, int) else batches
-    trainer.fit(module or Scored(), train, loader(1) if val else None, ckpt_path=ckpt_path)
+    trainer.fit(module or Scored(), train, loader(int(val)) if val else None, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -241,17 +242,46 @@ def test_interrupted_run_saves_where_it_stopped(tmp_path, options, expected):
 
 
 class InterruptInValidation(Callback):
+    def __init__(self, batch):
+        self.batch = batch
+
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx):
-        if trainer.global_step == 4:
+        if (trainer.global_step, batch_idx) == (4, self.batch):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_score_of_an_interrupted_validation_makes_no_best(tmp_path):
-    callback = ModelCheckpoint(tmp_path, "{step}", "val/loss")
+@pytest.mark.parametrize(
+    ("batch", "expected"), [(0, ["last.ckpt", "step=2.ckpt"]), (1, ["step=4.ckpt"])]
+)
+def test_only_the_score_of_a_complete_validation_makes_a_best(tmp_path, batch, expected):
+    callback, signal = ModelCheckpoint(tmp_path, "{step}", "val/loss"), InterruptInValidation(batch)
     with pytest.raises(SystemExit):
-        trained(tmp_path / "x", callback, InterruptInValidation(), batches=6, val_check_interval=2)
-    assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
-    assert callback.best_model_path == str(tmp_path / "step=2.ckpt")
+        trained(tmp_path / "x", callback, signal, batches=6, val=2, val_check_interval=2)
+    assert names(tmp_path) == expected
+    assert callback.best_model_path == str(tmp_path / expected[-1])
+
+
+def test_save_that_a_cut_validation_has_kept_from_its_score_comes_on_resume(tmp_path):
+    def callback(folder):
+        return ModelCheckpoint(
+            tmp_path / folder, "{step}", "val/loss", save_top_k=-1, every_n_train_steps=2
+        )
+
+    options = {"batches": 6, "val": 2, "val_check_interval": 2}
+    trained(tmp_path / "x", whole := callback("whole"), **options)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "x", callback("c"), InterruptInValidation(0), **options)
+    resumed, resume = callback("c"), tmp_path / "c" / "step=4.ckpt"
+    trained(tmp_path / "x", resumed, **options, ckpt_path=resume)
+    scores = [float(score) for score in resumed.best_k_models.values()]
+    assert scores == [float(score) for score in whole.best_k_models.values()] + [float("inf")]
+
+
+def test_regular_save_of_the_step_a_signal_came_in_is_scored_as_ever(tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", "val/loss", save_top_k=2, every_n_train_steps=2)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "x", callback, Interrupt(4), batches=6, val_check_interval=3)
+    assert [float(score) for score in callback.best_k_models.values()] == [97, float("inf")]
 
 
 def test_last_of_an_interrupted_run_goes_once_the_resumed_one_has_saved(tmp_path):
@@ -311,7 +341,7 @@ def test_last_takes_no_copy_when_that_state_is_a_best_file_too(tmp_path, save_la
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
 
 
-def test_last_is_saved_anew_where_the_checkpointer_has_no_links(tmp_path):
+def test_last_is_made_as_the_checkpointer_makes_copies(tmp_path):
     class Foldered(FileCheckpointer):
         """Keeps each checkpoint in a folder, which cannot be linked."""
 
@@ -321,11 +351,17 @@ def test_last_is_saved_anew_where_the_checkpointer_has_no_links(tmp_path):
         def exists(self, path):
             return super().exists(f"{path}/data")
 
-    callback = ModelCheckpoint(tmp_path / "c", "{epoch}", save_last=True)
-    trained(tmp_path / "x", callback, checkpointer=Foldered())
-    last, best = (tmp_path / "c" / name / "data" for name in ("last.ckpt", "epoch=0.ckpt"))
+        def copy(self, existing, path, symbolic=False):
+            shutil.copytree(existing, path, dirs_exist_ok=True)
+
+        def remove(self, path):
+            shutil.rmtree(path)
+
+    callback = ModelCheckpoint(tmp_path / "c", "{epoch}", "val/loss", save_last=True)
+    trained(tmp_path / "x", callback, checkpointer=Foldered(), max_epochs=3)
+    assert names(tmp_path / "c") == ["data", "data"]
+    last, best = (tmp_path / "c" / name / "data" for name in ("last.ckpt", "epoch=2.ckpt"))
     assert loaded(last)["state"] == loaded(best)["state"]
-    assert not last.samefile(best)
 
 
 def test_last_follows_its_template(tmp_path):
@@ -602,7 +638,7 @@ def test_new_training_with_a_used_callback_starts_afresh(tmp_path):
 def test_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     module = Scored()
-    with pytest.raises(ConfigError, match=r"cannot be saved in '.*/file/c'.*Pass another dirpath"):
+    with pytest.raises(ConfigError, match=r"cannot be saved in '.*/file/c'.*Pass another folder"):
         trained(tmp_path / "x", ModelCheckpoint(tmp_path / "file" / "c"), module=module)
     assert module.w == 0
 
@@ -644,22 +680,40 @@ def test_verbose_says_what_is_saved_and_what_is_not(tmp_path, caplog):
     ("options", "message"),
     [
         ({"mode": "mim"}, "No mode is called 'mim'. Did you mean 'min'?"),
-        ({"save_top_k": -2}, "save_top_k=-2 must be at least -1"),
+        ({"save_top_k": -2}, "save_top_k=-2 must be a whole number, at least -1. -1 keeps all"),
+        ({"save_top_k": "3"}, "save_top_k='3' must be a whole number"),
+        ({"save_top_k": True}, "save_top_k=True must be a whole number"),
         ({"save_top_k": 3}, "save_top_k=3 needs a metric to rank by. Pass monitor="),
-        ({"save_last": "copy"}, "save_last='copy' is not a choice"),
-        ({"every_n_epochs": 0}, "every_n_epochs=0 must be positive"),
-        ({"every_n_train_steps": -5}, "every_n_train_steps=-5 must be positive"),
+        ({"save_last": "copy"}, "save_last='copy' is not a choice. Pass one of None, True, False"),
+        ({"save_last": 1}, "save_last=1 is not a choice"),
+        ({"every_n_epochs": 0}, "every_n_epochs=0 must be a whole number, at least 1"),
+        ({"every_n_train_steps": -5}, "every_n_train_steps=-5 must be a whole number, at least 1"),
+        ({"every_n_train_steps": 2.5}, "every_n_train_steps=2.5 must be a whole number"),
         (
             {"train_time_interval": timedelta(0)},
             "train_time_interval=datetime.timedelta(0) must be positive",
         ),
+        (
+            {"train_time_interval": 5},
+            "train_time_interval=5 is of the wrong type. Pass a timedelta",
+        ),
+        ({"keep_for": 7}, "keep_for=7 is of the wrong type. Pass a timedelta"),
+        ({"keep_for": timedelta(-1)}, "keep_for=datetime.timedelta(days=-1) must be positive"),
+        ({"keep_newest": -1}, "keep_newest=-1 must be a whole number, at least 0"),
+        ({"keep_newest": None}, "keep_newest=None must be a whole number"),
+        ({"keep_every_n_train_steps": 0}, "keep_every_n_train_steps=0 must be a whole number"),
+        ({"monitor": 3}, "monitor=3 is of the wrong type. Pass the name of a logged metric"),
+        ({"dirpath": 3}, "dirpath=3 is of the wrong type. Pass a path, a URL or None"),
+        ({"asynchronous": "yes"}, "asynchronous='yes' is of the wrong type. Pass True or False"),
+        ({"when_busy": "skip"}, "when_busy='skip' is for saves in the background"),
+        ({"when_failed": "warning"}, "when_failed='warning' is not a choice. Did you mean 'warn'?"),
+        ({"max_share": 0}, "max_share=0 must be a number above 0"),
         (
             {"every_n_epochs": 1, "every_n_train_steps": 5},
             "one interval, not every_n_train_steps and every_n_epochs",
         ),
         ({"filename": "{epoch"}, "filename='{epoch' is not a template"),
         ({"filename": "{val/loss:d}"}, "metrics are decimal numbers"),
-        ({"dirpath": "s3://bucket/run"}, "remote saves are not available yet"),
     ],
 )
 def test_impossible_choice_is_refused_at_once(options, message):
@@ -671,3 +725,86 @@ def test_impossible_choice_is_refused_at_once(options, message):
 def test_unknown_name_in_a_call_of_format_checkpoint_name_is_refused():
     with pytest.raises(ConfigError, match="no metric 'step' has been logged"):
         ModelCheckpoint().format_checkpoint_name({"epoch": 1})
+
+
+# Weights that are swapped for a validation
+
+
+class Averaging(Callback):
+    """Validates and ends with the average of the weights; says which set the module holds."""
+
+    def __init__(self, begin_at=1):
+        self.begin_at, self.average, self.live, self.seen = begin_at, None, None, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step >= self.begin_at:
+            w = module.w.detach()
+            self.average = w.clone() if self.average is None else self.average.lerp(w, 0.5)
+
+    def on_validation_start(self, trainer, module):
+        if self.average is not None:
+            self.live = module.w.detach().clone()
+            module.w.data.copy_(self.average)
+        self.seen.append(module.w.item())
+
+    def on_validation_model_train(self, trainer, module):  # told even where a signal cuts it
+        if self.live is not None:
+            module.w.data.copy_(self.live)
+            self.live = None
+
+    def on_exception(self, trainer, module, exception):
+        self.on_validation_model_train(trainer, module)
+
+    def state_dict(self):
+        return {"average": self.average, "module_holds_average": self.live is not None}
+
+    def load_state_dict(self, state_dict):
+        self.average = state_dict["average"]
+
+
+def averaged(tmp_path, folder, *others, **options):
+    saver, average = ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=-1), Averaging()
+    trained(tmp_path, saver, average, *others, batches=6, val=2, val_check_interval=2, **options)
+    return average
+
+
+def both_sets(path):
+    checkpoint = loaded(path)
+    average = checkpoint["callbacks"]["Averaging"]
+    assert average["module_holds_average"] is False
+    return float(checkpoint["state_dict"]["w"]), float(average["average"])
+
+
+def test_checkpoint_holds_the_live_weights_and_the_average_by_name(tmp_path):
+    """PL #21724: step n subtracts n - 1, so w is -1 after two steps; the average halves."""
+    average = averaged(tmp_path, "c")
+    assert average.seen[1:] == [-0.5, -3.875, -10.96875]
+    assert both_sets(tmp_path / "c" / "step=2.ckpt") == (-1.0, -0.5)
+    assert both_sets(tmp_path / "c" / "step=4.ckpt") == (-6.0, -3.875)
+
+
+@pytest.mark.parametrize("end", [Interrupt, InterruptInValidation])
+def test_weights_swapped_for_a_validation_that_is_cut_are_saved_as_they_were(tmp_path, end):
+    unbroken = averaged(tmp_path, "whole")
+    with pytest.raises(SystemExit):
+        averaged(
+            tmp_path, "c", InterruptInValidation(0) if end is InterruptInValidation else end(4)
+        )
+    assert both_sets(tmp_path / "c" / "step=4.ckpt") == (-6.0, -3.875)
+    resumed = averaged(tmp_path, "c", ckpt_path=tmp_path / "c" / "step=4.ckpt")
+    assert resumed.seen[-1] == unbroken.seen[-1]
+    assert both_sets(tmp_path / "c" / "step=6.ckpt") == both_sets(
+        tmp_path / "whole" / "step=6.ckpt"
+    )
+
+
+class FailInValidation(Callback):
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx):
+        if trainer.global_step == 4:
+            raise ValueError("in the validation")
+
+
+def test_weights_swapped_for_a_validation_that_fails_are_saved_as_they_were(tmp_path):
+    with pytest.raises(ValueError, match="in the validation"):
+        averaged(tmp_path, "c", FailInValidation())
+    assert both_sets(tmp_path / "c" / "step=4.ckpt") == (-6.0, -3.875)

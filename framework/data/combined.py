@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from ..errors import ConfigError, DataError
 
 Mode = Literal["max_size_cycle", "max_size", "min_size"]
+Begin = Callable[[int], Iterator[Any]]
 END = object()
 
 
@@ -55,23 +56,35 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        iterators = [iter(loader) for loader in self.loaders]
-        ended = [False] * len(iterators)
+        def begin(index: int) -> Iterator[Any]:
+            return iter(self.loaders[index])
+
+        return self.read(begin, begin, [False] * len(self.loaders))
+
+    def read(self, begin: Begin, begin_again: Begin, ended: list[bool]) -> Iterator[Any]:
+        """Yield batches side by side.
+
+        Args:
+            begin: Returns the batches of the loader with an index.
+            begin_again: Does so for one that has ended before others.
+            ended: Which have ended before, where this goes on in the middle.
+        """
+        iterators = [begin(index) for index in range(len(self.loaders))]
         while True:
             batches = [next(iterator, END) for iterator in iterators]
             ended = [was or batch is END for was, batch in zip(ended, batches, strict=True)]
             if all(ended) or (self.mode == "min_size" and any(ended)):
                 return
             for index, batch in enumerate(batches):
-                if batch is END:
-                    batches[index] = self._in_place_of_an_ended(iterators, index)
+                if batch is END and self.mode == "max_size":
+                    batches[index] = None
+                elif batch is END:
+                    iterators[index] = begin_again(index)
+                    batches[index] = self._first_of(iterators[index], index)
             yield self._shaped(batches)
 
-    def _in_place_of_an_ended(self, iterators: list[Any], index: int) -> Any:
-        if self.mode == "max_size":
-            return None
-        iterators[index] = iter(self.loaders[index])
-        for batch in iterators[index]:
+    def _first_of(self, iterator: Iterator[Any], index: int) -> Any:
+        for batch in iterator:
             return batch
         raise DataError(
             f"Loader {self._name(index)} gives no batch. Check its data set, and that it can be "

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import DataError, ModuleError
 from ..overrides import DataHooks
-from .source import Source, Wait, evaluation_loaders, in_order, limited, seeded, training_loader
+from .seeds import SeedSamples
+from .source import Source, Wait, evaluation_loaders, in_order, limited, training_loader
 from .transfer import mapped, move
 
 Prepare = Callable[[Any], Any]
@@ -102,14 +103,19 @@ def loaders_for(
 
 
 def train_source(
-    loaders: Any, limit: int | float, sequential: bool, prepare: Prepare | None, wait: Wait
+    loaders: Any,
+    limit: int | float,
+    sequential: bool,
+    prepare: Prepare | None,
+    wait: Wait,
+    seed_samples: SeedSamples = "batch",
 ) -> Source:
     """Return the source of training batches, its length known where the loader's is."""
-    loader = seeded(training_loader(loaders))
+    loader = training_loader(loaders)
     if sequential:
         loader = in_order(loader)
     length, cut = limited(loader, limit, "limit_train_batches", "training")
-    return Source(loader, length, prepare, wait, cut)
+    return Source(loader, length, prepare, wait, cut, seed_samples)
 
 
 def evaluation_sources(
@@ -118,14 +124,16 @@ def evaluation_sources(
     stage: str,
     sequential: bool,
     prepare_for: Callable[[int], Prepare | None],
+    seed_samples: SeedSamples = "batch",
 ) -> list[Source]:
     """Return a source for each of an evaluation's loaders."""
     found = []
-    for index, loader in enumerate(map(seeded, evaluation_loaders(loaders, stage))):
+    for index, loader in enumerate(evaluation_loaders(loaders, stage)):
         if sequential:
             loader = in_order(loader)
         length, cut = limited(loader, limit, f"limit_{stage}_batches", stage)
-        found.append(Source(loader, length, prepare_for(index), Wait(), cut))
+        prepare, name = prepare_for(index), f"{stage} {index}"
+        found.append(Source(loader, length, prepare, Wait(), cut, seed_samples, name))
     return found
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from .. import rng
 from ..errors import ConfigError, DataError
 from .combined import END, CombinedLoader, are_loaders
+from .reader import Reader
+from .seeds import SeedSamples, data_seed
 
 NO_BATCH = (
     "The loader gave no batch. Check its data set and sampler, and that it can be iterated more "
@@ -30,9 +30,11 @@ class Wait:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
 class Source:
-    """One loader as the loop reads it.
+    """One loader as the loop reads it, or several side by side.
+
+    What is drawn for the data, its order and its samples, is drawn apart from the process's
+    generators, which stay as they were.
 
     Args:
         loader: Any iterable of batches; iterated anew for each pass.
@@ -40,35 +42,82 @@ class Source:
         prepare: Brings a batch to the device; None where it is used as it comes.
         wait: Where the time spent waiting is added up.
         limit: Batches read at most, for loaders without a length.
+        seed_samples: ``"batch"`` seeds the generators for each batch by its place in the data, so
+            that the same samples come from any number of workers, and after a resume; ``"sample"``
+            for each sample, so that they do with another batch size too. With False workers draw
+            as torch seeds them, and loading in this process from the process's generators: a
+            resumed run repeats only what it goes through again.
+        name: Tells the randomness of this source from that of others.
     """
 
-    loader: Iterable[Any]
-    length: int | None
-    prepare: Callable[[Any], Any] | None
-    wait: Wait = field(default_factory=Wait)
-    limit: int | None = None
+    def __init__(
+        self,
+        loader: Any,
+        length: int | None,
+        prepare: Callable[[Any], Any] | None,
+        wait: Wait | None = None,
+        limit: int | None = None,
+        seed_samples: SeedSamples = "batch",
+        name: str = "train",
+    ) -> None:
+        self.loader, self.length, self.prepare, self.limit = loader, length, prepare, limit
+        self.wait = wait or Wait()
+        self.seed_samples = seed_samples
+        self.seed = data_seed()
+        self.start = 0
+        """The batch at which the next pass begins, where it is the rest of one."""
+        loaders = loader.loaders if isinstance(loader, CombinedLoader) else [loader]
+        self._readers = [
+            Reader(one, f"{name} {index}", seed_samples) for index, one in enumerate(loaders)
+        ]
+        self._epoch: int | None = None
+        self._batches = 0
+        self._parts: list[dict[str, Any]] | None = None
+        """Of the batch in hand, where the next is read ahead of it."""
+        self._parts_before: list[dict[str, Any]] = []
 
-    def batches(self, start: int = 0) -> Generator[tuple[Any, bool]]:
-        """Begin a pass and return its ``(batch, is_last)`` from batch ``start`` on.
+    def batches(self, epoch: int | None = None) -> Generator[tuple[Any, bool]]:
+        """Begin a pass and return its ``(batch, is_last)``; the rest of it where one goes on.
 
         With a known length each batch is fetched when it is asked for, so that data which depends
         on training is fresh. Without one, reading one ahead tells which batch is the last. The
         length holds where the loader would give more.
 
+        Args:
+            epoch: The pass's, told to every part of the loader that wants it; None tells nobody.
+
         Raises:
             DataError: The pass gives no batch.
         """
-        iterator = iter(self.loader)
-        for _ in islice(iterator, start):
-            pass
+        goes_on = self.start > 0 and self._epoch in (None, epoch)
+        start, self.start = self.start if goes_on else 0, 0
+        self._epoch, self._batches, self._parts = epoch, start, None
+        if epoch is not None:
+            tell_epoch(self.loader, epoch)
+        most = self.limit if self.length is None else self.length
+        is_over = most is not None and start >= most
+        iterator = iter(()) if is_over else self._begin(epoch or 0, start)
         if self.length is not None:
             return self._sized(iterator, start)
-        ahead = islice(iterator, None if self.limit is None else max(0, self.limit - start))
-        # Read now: a resumed pass repeats what was drawn for it before its own draws go on.
-        first = next(ahead, END)
-        if first is END and start == 0:
-            raise DataError(NO_BATCH)
-        return self._ahead(ahead, first)
+        return self._ahead(islice(iterator, None if most is None else most - start))
+
+    def _begin(self, epoch: int, start: int) -> Iterator[Any]:
+        readers = self._readers
+        is_known = any(reader.is_restored for reader in readers)
+        if not isinstance(self.loader, CombinedLoader):
+            if start and not is_known:
+                readers[0].skip(start)
+            return readers[0].begin(self.seed, epoch, start > 0)
+
+        def begin(index: int) -> Iterator[Any]:
+            return readers[index].begin(self.seed, epoch, start > 0 and is_known)
+
+        def begin_again(index: int) -> Iterator[Any]:
+            return readers[index].begin_again()
+
+        ended = [start > 0 and reader.place.cycle > 0 for reader in readers]
+        batches = self.loader.read(begin, begin_again, ended)
+        return batches if is_known else islice(batches, start, None)
 
     def _sized(self, iterator: Iterator[Any], start: int) -> Generator[tuple[Any, bool]]:
         assert self.length is not None, "batches() asks for this only where it is known"
@@ -84,21 +133,73 @@ class Source:
                     "epoch ends here; correct the loader's length.",
                     stacklevel=2,
                 )
-                return
+                break
             if prepare is not None:
                 batch = prepare(batch)
             wait.seconds += perf_counter() - asked
+            self._batches = index + 1
             yield batch, index == last
+        self._batches = 0
 
-    def _ahead(self, ahead: Iterator[Any], batch: Any) -> Generator[tuple[Any, bool]]:
-        wait, prepare = self.wait, self.prepare
+    def _ahead(self, ahead: Iterator[Any]) -> Generator[tuple[Any, bool]]:
+        wait, prepare, asked = self.wait, self.prepare, perf_counter()
+        before = [reader.position() for reader in self._readers]
+        batch = next(ahead, END)
+        if batch is END and self._batches == 0:
+            raise DataError(NO_BATCH)
         while batch is not END:
-            asked = perf_counter()
+            self._parts_before, before = before, [reader.position() for reader in self._readers]
+            self._parts = before
             following = next(ahead, END)
             current = batch if prepare is None else prepare(batch)
             wait.seconds += perf_counter() - asked
+            self._batches += 1
             yield current, following is END
-            batch = following
+            asked, batch = perf_counter(), following
+        self._batches, self._parts = 0, None
+
+    def position(self, is_used: bool = True) -> dict[str, Any]:
+        """Return as plain data where in the data this source is: after the last batch it gave.
+
+        Args:
+            is_used: False asks for the place before that batch. Where nothing leads back to it,
+                as with a loader that has a state of its own, it is the place after it too.
+        """
+        batches = self.start or self._batches
+        parts, back = self._parts, 0 if is_used or batches == 0 else 1
+        if back and parts:
+            batches, parts = batches - 1, self._parts_before
+        elif back and not isinstance(self.loader, CombinedLoader) and self._readers[0].leads_back:
+            batches, parts = batches - 1, [self._readers[0].position(back=1)]
+        parts = parts or [reader.position() for reader in self._readers]
+        return {"seed": self.seed, "epoch": self._epoch, "batches": batches, "parts": parts}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Take over what `position` returned: the next pass goes on from there.
+
+        Raises:
+            DataError: It is of another number of loaders.
+        """
+        parts, readers = position["parts"], self._readers
+        if len(parts) != len(readers):
+            raise DataError(
+                f"The place in the data is one in {len(parts)} loaders, and now there are "
+                f"{len(readers)}. Pass the same loaders, or leave 'data' out of what is restored."
+            )
+        self.seed, self._epoch, self.start = (
+            position["seed"],
+            position["epoch"],
+            position["batches"],
+        )
+        for reader, part in zip(readers, parts, strict=True):
+            reader.restore(part, self.start > 0)
+        if self.start and not isinstance(self.loader, CombinedLoader):
+            self.start = readers[0].batches  # another one where the batch size is
+
+    def close(self) -> None:
+        """End the workers of every loader."""
+        for reader in self._readers:
+            reader.close()
 
 
 def training_loader(loaders: Any) -> Any:
@@ -195,21 +296,6 @@ def in_order(loader: Any) -> Any:
         ordered, "batch_sampler", BatchSampler(sampler, batch_size, loader.drop_last)
     )
     return ordered
-
-
-def seeded(loader: Any) -> Any:
-    """Return ``loader``, its workers seeded if ``seed_everything(workers=True)`` asked for it."""
-    if os.environ.get("LEYDEN_SEED_WORKERS") != "1":
-        return loader
-    if isinstance(loader, CombinedLoader):
-        parts = copy.copy(loader)
-        parts.loaders = [seeded(part) for part in loader.loaders]
-        return parts
-    if not isinstance(loader, DataLoader) or not loader.num_workers or loader.worker_init_fn:
-        return loader
-    copied = copy.copy(loader)
-    copied.worker_init_fn = rng.worker_init
-    return copied
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:

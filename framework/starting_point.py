@@ -1,0 +1,157 @@
+"""Which checkpoint a run starts from, and what it takes from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import locations, resume, saving
+from .errors import CheckpointError, ConfigError, LeydenError
+from .protocols import Checkpointer
+from .rank_zero import rank_zero_info, rank_zero_warn
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Where launchers say how often they have started this job again."""
+
+
+def is_restart() -> bool:
+    """Return whether a launcher has started this same command before."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+
+
+def chosen_checkpoint(trainer: Trainer, stage: str, choice: Any) -> str | None:
+    """Return what ``ckpt_path`` asks for: a path, ``"auto"``, or None.
+
+    Raises:
+        LeydenError: ``"best"`` or ``"last"`` is asked for, and there is none.
+        ConfigError: ``"auto"`` is asked for where nothing goes on.
+    """
+    if choice is None and stage == "fit" and is_restart():
+        return "auto"
+    if choice is None or choice not in ("best", "last", "auto"):
+        return None if choice is None else str(choice)
+    if choice == "auto":
+        if stage != "fit":
+            raise ConfigError(
+                f"{stage}(ckpt_path='auto'): only fit goes on where it was. Pass a path, 'best' or "
+                "'last'."
+            )
+        return "auto"
+    path = getattr(trainer.checkpoint_callback, f"{choice}_model_path", "")
+    looked_in: list[str] = []
+    if not path and choice == "last":
+        looked_in = folders(trainer, trainer.checkpoint_callbacks)
+        found = in_folders(_checkpointer(trainer), looked_in)
+        path = next((p for p in found if locations.name_of(p).startswith("last.")), "")
+    if not path:
+        where = f" in {', '.join(looked_in)}" if looked_in else ""
+        saver_choice = "monitor=…" if choice == "best" else "save_last=True"
+        raise LeydenError(
+            f"ckpt_path={choice!r}: there is no such checkpoint{where}. Fit with "
+            f"ModelCheckpoint({saver_choice}) first, or pass a path."
+        )
+    return str(path)
+
+
+def _checkpointer(trainer: Trainer) -> Checkpointer:
+    choice = trainer.checkpointer_choice
+    made: Checkpointer = trainer.registry.resolved("checkpointer", choice, Checkpointer)
+    return made
+
+
+def home(trainer: Trainer) -> tuple[str, str, int | str | None]:
+    """Return root, name and version of the folders that runs of ``trainer`` are kept in.
+
+    A logger that was told where to write takes the rest of the run with it.
+    """
+    for logger in trainer.logger_choices:
+        if logger.save_dir is not None:
+            return str(logger.save_dir), logger.name or trainer.name, logger.version
+    return trainer.default_root_dir, trainer.name, None
+
+
+def folders(trainer: Trainer, savers: Sequence[Any]) -> list[str]:
+    """Return where ``savers`` keep checkpoints: in folders of their own, or in those of runs."""
+    root, name, _ = home(trainer)
+    runs = locations.join(root, name)
+    own = [str(getattr(saver, "dirpath", None) or runs) for saver in savers]
+    return list(dict.fromkeys(own)) or [runs]
+
+
+def in_folders(checkpointer: Checkpointer, looked_in: Sequence[str]) -> Iterator[str]:
+    """Yield the complete checkpoints in the folders, the newest first."""
+    found = [path for folder in looked_in for path in checkpointer.find(folder)]
+    if len(looked_in) > 1:
+        found.sort(key=lambda path: checkpointer.manifest(path).get("time", 0.0), reverse=True)
+    yield from found
+
+
+def newest(
+    trainer: Trainer, checkpointer: Checkpointer, savers: Sequence[Any]
+) -> tuple[str, dict[str, Any]] | None:
+    """Return path and content of the newest checkpoint that training can go on from, or None.
+
+    One that is damaged is passed over, which is said.
+    """
+    for path in in_folders(checkpointer, folders(trainer, savers)):
+        if checkpointer.manifest(path).get("kind") != "training":
+            continue
+        try:
+            return path, saving.load(checkpointer, path)
+        except CheckpointError as error:
+            rank_zero_warn(f"'auto' passes over {path}, and takes the one before. {error}")
+    return None
+
+
+def read_checkpoint(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    savers: Sequence[Any],
+    path: str | None,
+    required: frozenset[str],
+    owner: str,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the path and the content of the checkpoint a run starts from, or None for both.
+
+    Args:
+        trainer: Whose run it is.
+        checkpointer: What reads it.
+        savers: Callbacks of the run that keep checkpoints.
+        path: A path, ``"auto"`` or None.
+        required: Parts that it must have.
+        owner: The Module's class, for messages.
+
+    Raises:
+        CheckpointError: It cannot be read, or lacks a part.
+    """
+    if path is None:
+        return None, None
+    if path == "auto":
+        found = newest(trainer, checkpointer, savers)
+        if found is None:
+            looked_in = ", ".join(folders(trainer, savers))
+            rank_zero_info("No checkpoint to go on from in %s: training begins.", looked_in)
+            return None, None
+        path, checkpoint = found
+    else:
+        checkpoint = saving.load(checkpointer, path)
+    rank_zero_info("Taking up %s", path)
+    resume.require_progress(checkpoint, owner, required)
+    if not checkpoint.get("leyden", {}).get("exact", True):
+        rank_zero_warn(_inexact(path, checkpoint))
+    return path, checkpoint
+
+
+def _inexact(path: str, checkpoint: dict[str, Any]) -> str:
+    batch, epoch = checkpoint["state"]["batch"], checkpoint["state"]["epoch"]
+    data = resume.own_of(checkpoint, 0).get("data", {})
+    becomes = "trained again" if data.get("batches", batch) == batch else "left out"
+    return (
+        f"{path} was saved when an error had ended batch {batch} of epoch {epoch} half-way. The "
+        f"batch is {becomes}; what it had drawn and counted until then may differ from a run that "
+        "was not broken."
+    )

@@ -1,0 +1,130 @@
+"""Writes what a ModelCheckpoint saves, while training waits or while it goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .background import HostCopies, InBackground
+from .retention import Files, Save
+
+if TYPE_CHECKING:
+    from leyden.module import Module
+    from leyden.protocols import Checkpointer
+    from leyden.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a save.
+
+    Attributes:
+        files: What there is after it.
+        is_saved: Whether the state is safe.
+        error: What went wrong, if anything did.
+    """
+
+    files: Files
+    is_saved: bool
+    error: Exception | None = None
+
+
+class Writer:
+    """Writes one save at a time.
+
+    Args:
+        asynchronous: Whether training goes on meanwhile.
+        symbolic: Whether the name of the newest state is a symbolic link.
+    """
+
+    def __init__(self, asynchronous: bool, symbolic: bool) -> None:
+        self._asynchronous, self._symbolic = asynchronous, symbolic
+        self._copies: HostCopies | None = None
+        self.wants_memory = False
+        """Whether a fit has begun that will need memory for copies."""
+        self._task: InBackground[Outcome] | None = None
+        self._outcome: Outcome | None = None
+        self.save: Save | None = None
+        """The one that was begun, until its outcome is taken."""
+
+    def prepare(self) -> None:
+        """Learn that a fit begins."""
+        self.wants_memory = self._asynchronous
+
+    def reserve(self, trainer: Trainer, module: Module) -> None:
+        """Take the memory for copies, as far as the state can be known between two steps."""
+        self.wants_memory = False
+        if trainer.is_global_zero:
+            self._copies = HostCopies()
+            optimizers = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
+            self._copies.reserve([*module.parameters(), *module.buffers(), optimizers])
+
+    def begin(self, trainer: Trainer, checkpoint: dict[str, Any], save: Save) -> None:
+        """Write ``checkpoint`` on rank 0, or begin to; it is free to change afterwards."""
+        self._task = None
+        if not trainer.is_global_zero:
+            self._outcome = Outcome(save.after, True)
+        elif self._asynchronous:
+            self._copies = self._copies or HostCopies()
+            copied = self._copies.take(checkpoint)
+            write = partial(written, trainer.checkpointer, copied, save, self._symbolic)
+            self._task = InBackground(write)
+        else:
+            self._outcome = written(trainer.checkpointer, checkpoint, save, self._symbolic)
+        self.save = save
+
+    def is_done(self) -> bool:
+        """Return whether nothing is being written on this rank."""
+        return self._task is None or self._task.is_done()
+
+    def is_seen_done(self, trainer: Trainer) -> bool:
+        """Return whether this is so on every rank, as far as can be seen without asking them."""
+        return trainer.world_size == 1 and self.is_done()
+
+    def finish(self, trainer: Trainer) -> tuple[Save, Outcome]:
+        """Wait until the save that was begun is complete; the same on every rank."""
+        assert self.save is not None
+        save, own = self.save, self._outcome if self._task is None else self._task.result()
+        outcome: Outcome = trainer.broadcast(own)
+        self.save = self._task = None
+        return save, outcome
+
+    def stop(self) -> None:
+        """Give up a save that is not complete by now."""
+        if self._task is not None and not self._task.stop():
+            self.save = self._task = None
+
+    def free(self) -> None:
+        """Let the memory of copies go."""
+        self._copies = None
+
+
+def written(
+    checkpointer: Checkpointer, checkpoint: dict[str, Any], save: Save, symbolic: bool
+) -> Outcome:
+    """Write ``checkpoint``, point "last" at it, then delete what it replaces.
+
+    Nothing is deleted where something went wrong.
+    """
+    before, after = save.before, save.after
+    try:
+        checkpointer.save(checkpoint, save.path)
+    except Exception as error:
+        return Outcome(before, False, error)
+    if after.last not in ("", save.path):
+        try:
+            checkpointer.copy(save.path, after.last, symbolic=symbolic)
+        except Exception as error:
+            return Outcome(replace(after, last=before.last), True, error)
+    left = []
+    for path in after.doomed:
+        try:
+            checkpointer.remove(path)
+        except Exception as error:
+            log.warning("%s It is tried again after the next save.", error)
+            left.append(path)
+    return Outcome(replace(after, doomed=tuple(left)), True)
