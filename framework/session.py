@@ -48,6 +48,8 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
         status = "success"
         raise
     except BaseException as error:
+        # A worker that has died is told of by a signal, which would break off a save just as well.
+        tell_everyone([source.close for source in run.sources()], after=error)
         tell_everyone(run.hooks.on_exception, trainer, run.module, error, after=error)
         raise
     finally:

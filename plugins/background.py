@@ -73,7 +73,8 @@ class HostCopies:
     def take(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``checkpoint``, which nothing that training does will change."""
         if self._reserved is not None:
-            self._buffers, self._reserved = self._reserved.result(), None
+            reserved, self._reserved = self._reserved, None
+            self._buffers = reserved.result()
         storages = _storages(checkpoint)
         free: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         for buffer in self._buffers:

@@ -52,7 +52,8 @@ class Writer:
         """The one that was begun, until its outcome is taken."""
 
     def prepare(self) -> None:
-        """Learn that a fit begins."""
+        """Learn that a fit begins; what another has left is given up."""
+        self.save = self._task = None
         self.wants_memory = self._asynchronous
 
     def reserve(self, trainer: Trainer, module: Module) -> None:
@@ -69,13 +70,21 @@ class Writer:
         if not trainer.is_global_zero:
             self._outcome = Outcome(save.after, True)
         elif self._asynchronous:
-            self._copies = self._copies or HostCopies()
-            copied = self._copies.take(checkpoint)
-            write = partial(written, trainer.checkpointer, copied, save, self._symbolic)
-            self._task = InBackground(write)
+            self._begin_in_background(trainer.checkpointer, checkpoint, save)
         else:
             self._outcome = written(trainer.checkpointer, checkpoint, save, self._symbolic)
         self.save = save
+
+    def _begin_in_background(
+        self, checkpointer: Checkpointer, checkpoint: dict[str, Any], save: Save
+    ) -> None:
+        self._copies = self._copies or HostCopies()
+        try:
+            copied = self._copies.take(checkpoint)
+        except (MemoryError, RuntimeError) as error:  # torch has no other for host memory
+            self._outcome = Outcome(save.before, False, error)
+            return
+        self._task = InBackground(partial(written, checkpointer, copied, save, self._symbolic))
 
     def is_done(self) -> bool:
         """Return whether nothing is being written on this rank."""

@@ -348,7 +348,7 @@ class ModelCheckpoint(Callback):
             self._raised = error
             raise error
         going_on = f"Training goes on from step {save.step}, and the next due save tries again."
-        rank_zero_warn(f"{error} {going_on}")
+        rank_zero_warn(f"{str(error).rstrip('.') or repr(error)}. {going_on}")
 
     def _say(self, save: Save, outcome: str) -> None:
         score, measured = save.after.score, ""

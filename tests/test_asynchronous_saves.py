@@ -49,8 +49,10 @@ class Held(FileCheckpointer):
     def save(self, checkpoint, path):
         self.begun.append(checkpoint["state"]["step"])
         self.holds = True
-        assert self.gate.wait(PATIENCE)
-        self.holds = False
+        try:
+            assert self.gate.wait(PATIENCE)
+        finally:
+            self.holds = False
         super().save(checkpoint, path)
 
 
@@ -243,21 +245,22 @@ def test_save_that_is_due_meanwhile_is_skipped_if_asked_unless_it_is_the_last(tm
     assert names(tmp_path / "c") == [f"step={step}.ckpt" for step in (2, 6, 8)]
 
 
+class SlowAtTheEnd(FileCheckpointer):
+    def save(self, checkpoint, path):
+        if checkpoint["state"]["step"] == 8:
+            threading.Event().wait(0.2)
+        super().save(checkpoint, path)
+
+
 def test_last_save_is_safe_when_training_ends(tmp_path):
-    held, seen = Held(), []
-    callback = saver(tmp_path / "c", every_n_train_steps=3, save_last=True)
+    callback, seen = saver(tmp_path / "c", every_n_train_steps=3, save_last=True), []
 
     class Ends(Callback):
-        def on_save_point(self, trainer, module, at):
-            if at == "end":
-                threading.Timer(0.05, held.gate.set).start()
-
         def on_train_end(self, trainer, module):
-            seen.append((held.begun[-1], callback.last_model_path))
+            seen.append(FileCheckpointer().load(callback.last_model_path)["state"]["step"])
 
-    trained(tmp_path, callback, Acts(3, held.gate.set), Ends(), checkpointer=held)
-    assert seen == [(8, str(tmp_path / "c" / "last.ckpt"))]
-    assert FileCheckpointer().load(callback.last_model_path)["state"]["step"] == 8
+    trained(tmp_path, callback, Ends(), checkpointer=SlowAtTheEnd())
+    assert seen == [8]
 
 
 class Full(FileCheckpointer):
@@ -476,6 +479,19 @@ def test_memory_is_let_go_at_the_end_of_fit(tmp_path):
     callback = saver(tmp_path / "c")
     trained(tmp_path, callback)
     assert all_copies() <= before
+
+
+def test_host_memory_that_does_not_suffice_is_a_failed_save(tmp_path, monkeypatch):
+    class Short(HostCopies):
+        def take(self, checkpoint):
+            if checkpoint["state"]["step"] == 4:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return super().take(checkpoint)
+
+    monkeypatch.setattr("leyden.plugins.checkpoint_writer.HostCopies", Short)
+    with pytest.warns(UserWarning, match=r"can't allocate memory\. Training goes on from step 4"):
+        trained(tmp_path, saver(tmp_path / "c", when_failed="warn"))
+    assert names(tmp_path / "c") == [f"step={step}.ckpt" for step in (2, 6, 8)]
 
 
 def test_memory_that_was_reserved_is_what_the_first_copy_takes():

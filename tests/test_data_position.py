@@ -22,10 +22,11 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from leyden import DataError
+from leyden import DataError, Module
 from leyden.data import CombinedLoader
 from leyden.data.feed import train_source
 from leyden.data.source import Wait
+from leyden.testing import quiet_trainer
 
 FAST_FORWARD = "batches are loaded to be left out"
 pytestmark = pytest.mark.filterwarnings(
@@ -616,18 +617,72 @@ def test_an_adaptive_sampler_is_asked_for_each_batch_when_it_is_due():
 
 
 def test_the_middle_of_ten_million_samples_is_reached_at_once():
-    def make():
-        return source(DataLoader(range(10_000_000), batch_size=100, shuffle=True))
-
-    first, second = make(), make()
-    first._batches = 50_000
-    position = first.position()
-    position["parts"][0] |= {"batches": 50_000}
-    state = first._readers[0].kind.state(50_000)
-    position["parts"][0]["state"] = state
+    reading = source(DataLoader(range(10_000_000), batch_size=100, shuffle=True))
+    reading.start = 50_000
     began = time.perf_counter()
-    second.restore(position)
-    batch, _ = next(second.batches(0))
+    batch, _ = next(reading.batches(0))
     assert time.perf_counter() - began < 1
-    assert second.start == 0
     assert len(batch) == 100
+
+
+# In a run
+
+
+class Sees(Module):
+    """Keeps the batches it trains on; weights follow from dropout."""
+
+    def __init__(self, reads_total=False):
+        super().__init__()
+        self.layer, self.reads_total, self.seen = torch.nn.Linear(1, 1), reads_total, []
+        self.drop = torch.nn.Dropout(0.5)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(values(batch))
+        column = batch.reshape(len(batch), -1)[:, :1].float()
+        return self.layer(self.drop(column)).mean()
+
+    def configure_optimizers(self):
+        if self.reads_total:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fitted(seed, loader, path=None, reads_total=False, **choices):
+    torch.manual_seed(seed)
+    module = Sees(reads_total)
+    trainer = quiet_trainer(**choices)
+    trainer.fit(module, loader, ckpt_path=path)
+    return module, trainer
+
+
+@pytest.mark.parametrize("reads_total", [False, True])
+def test_reading_how_many_steps_there_will_be_moves_no_loader(tmp_path, reads_total):  # PL #20550
+    class Six(SavedLoader):
+        def __iter__(self):
+            while self.at < 6:
+                self.at += 1
+                yield torch.tensor([float(self.at)])
+            self.at = 0
+
+    _, trainer = fitted(1, Six(), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
+    module, _ = fitted(2, Six(), tmp_path / "three.ckpt", reads_total)
+    assert module.seen == [[4.0], [5.0], [6.0]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("step", [4, 6, 9])
+def test_a_run_goes_on_with_other_workers_as_if_it_were_unbroken(
+    tmp_path, workers, persistent, step
+):
+    def loader(workers, persistent=False):
+        options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+        return DataLoader(OwnNoise(), 2, shuffle=True, **options)
+
+    whole, _ = fitted(1, loader(0), max_epochs=2)
+    first, trainer = fitted(1, loader(2), max_steps=step, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    second, _ = fitted(5, loader(workers, persistent), tmp_path / "saved.ckpt", max_epochs=2)
+    assert first.seen + second.seen == whole.seen
+    assert torch.equal(second.layer.weight, whole.layer.weight)

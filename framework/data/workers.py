@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
+from multiprocessing import parent_process
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -15,7 +18,23 @@ from torch._C import _remove_worker_pids
 
 from .. import rng
 
+_PR_SET_PDEATHSIG = 1
 PATIENCE = 1.0  # seconds that workers have to end by themselves
+
+
+def end_with_parent() -> None:
+    """Let this worker end when the process that reads it does, by whatever means.
+
+    torch's own watch takes the parent for the one it first sees, which is another where the parent
+    was killed before that: the worker would be left for ever.
+    """
+    parent = parent_process()
+    if parent is None:
+        return
+    if sys.platform == "linux" and parent.pid == os.getppid():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not parent.is_alive():
+        os._exit(1)
 
 
 class WorkerInit:
@@ -33,6 +52,7 @@ class WorkerInit:
         self.own, self.apart = own, apart
 
     def __call__(self, worker_id: int) -> None:
+        end_with_parent()
         parent = os.getppid()
 
         def leave_it_to_parent(number: int, frame: FrameType | None) -> None:
@@ -53,6 +73,9 @@ def end(iterator: Any) -> None:
     workers = getattr(iterator, "_workers", None)
     if not workers or iterator._shutdown:
         return
+    # Or torch's handler of SIGCHLD takes the end of one for an accident, and raises anywhere.
+    _remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
     # What torch's own shutdown begins with; it would then wait five seconds for each of them.
     iterator._workers_done_event.set()
     for queue in iterator._index_queues:
@@ -60,11 +83,8 @@ def end(iterator: Any) -> None:
     deadline = monotonic() + PATIENCE
     for worker in workers:
         worker.join(timeout=max(0.0, deadline - monotonic()))
-    if any(worker.is_alive() for worker in workers):
-        # Or torch's handler of SIGCHLD takes their end for an accident, and raises.
-        _remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-        for worker in workers:
+    for worker in workers:
+        if worker.is_alive():
             worker.kill()
             worker.join()
     iterator._shutdown_workers()
