@@ -182,21 +182,31 @@ def put_back(state: Snapshot) -> None:
         sys.modules["numpy"].random.set_state(numpy)
 
 
-def reseed(key: bytes) -> None:
-    """Seed the CPU's generators from ``key``, of any length; the device's are left alone."""
+def reseed(key: bytes, all_of_them: bool = True) -> None:
+    """Seed the CPU's generators, or torch's alone, from ``key``, of any length."""
     mixed = hashlib.blake2b(key, digest_size=32).digest()
-    random.seed(int.from_bytes(mixed[:8]))
     torch.default_generator.manual_seed(int.from_bytes(mixed[8:16]))
+    if not all_of_them:
+        return
+    random.seed(int.from_bytes(mixed[:8]))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(numpy.frombuffer(mixed[16:], numpy.uint32))
 
 
 @contextmanager
-def forked(key: bytes) -> Iterator[None]:
-    """Draw from the CPU's generators seeded from ``key`` inside, and leave them as they were."""
-    state = snapshot()
+def forked(key: bytes, all_of_them: bool = True) -> Iterator[None]:
+    """Draw from the CPU's generators seeded from ``key`` inside, and leave them as they were.
+
+    Args:
+        key: Of any length.
+        all_of_them: False for torch's alone, where nobody else draws; it takes a tenth of the time.
+    """
+    state = snapshot() if all_of_them else torch.default_generator.get_state()
     try:
-        reseed(key)
+        reseed(key, all_of_them)
         yield
     finally:
-        put_back(state)
+        if isinstance(state, torch.Tensor):
+            torch.default_generator.set_state(state)
+        else:
+            put_back(state)

@@ -119,6 +119,29 @@ class Shuffles(Sampler):
             yield (index + random.randrange(self.size)) % self.size
 
 
+class Counts(Sampler):
+    """In order; it has a state, and notes how often it is asked."""
+
+    def __init__(self):
+        self.at, self.asked = 0, []
+
+    def __len__(self):
+        return 11
+
+    def __iter__(self):
+        while self.at < 11:
+            self.at += 1
+            self.asked.append(self.at - 1)
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 class Batches(Shuffles):
     """Batches of one, two or three samples."""
 
@@ -518,6 +541,27 @@ def test_loading_what_is_left_out_is_said_once_with_its_cost(name, advice):
     assert advice in message
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_with_state_is_not_gone_through_again(workers):
+    def make():
+        return DataLoader(Noisy(), 2, sampler=Counts(), num_workers=workers)
+
+    first, loader = source(make()), make()
+    second = source(loader)
+    second.restore(left_at(first, 0, 3))
+    batches = second.batches(0)
+    if not workers:
+        assert loader.sampler.asked == []
+        assert second.position()["parts"] == first.position()["parts"]  # before any batch
+    assert [int(batch[0][0]) for batch in map(values, next(zip(*batches, strict=True)))] == [
+        6,
+        8,
+        10,
+    ]
+    assert loader.sampler.asked == list(range(6, 11))
+    first.close(), second.close()
+
+
 def test_a_stream_with_state_loads_nothing_twice():
     loader = DataLoader(SavedStream(), 2)
     second = source(loader)
@@ -569,6 +613,17 @@ def test_the_users_loader_is_left_as_it_is():
     assert reading.loader is loader
 
 
+def test_workers_that_the_user_has_started_are_the_users():
+    loader = INDEXED["in order"](num_workers=1, persistent_workers=True)
+    own = iter(loader)
+    first = next(own).tolist()
+    reading = source(loader)
+    rest(reading, 0)
+    reading.close()
+    assert loader._iterator is own
+    assert [batch.tolist()[0][0] for batch in (torch.tensor(first), *own)] == [0, 2, 4, 6, 8, 10]
+
+
 def test_persistent_workers_live_from_pass_to_pass():
     class Pids(Noisy):
         def __getitem__(self, index):
@@ -586,6 +641,27 @@ def test_orders_are_permutations_and_differ_between_epochs():
     orders = [[row[0] for batch, _ in rest(reading, e) for row in batch] for e in range(3)]
     assert [sorted(order) for order in orders] == [list(range(11))] * 3
     assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_sampler_draws_apart_for_each_sample_and_epoch():
+    class Draws(Sampler):
+        def __len__(self):
+            return 20
+
+        def __iter__(self):
+            for _ in range(20):
+                yield random.randrange(10**9)
+
+    reading = source(DataLoader(range(10**9), sampler=Draws()))
+    drawn = [batch[0] for epoch in (0, 1) for batch, _ in rest(reading, epoch)]
+    assert len(set(drawn)) == 40
+
+
+def test_a_shorter_loader_is_shuffled_anew_when_it_begins_again():
+    loaders = [DataLoader(torch.arange(9), 9, shuffle=True), [torch.zeros(1)] * 4]
+    orders = [batch[0] for batch, _ in rest(source(loaders), 0)]
+    assert [sorted(order) for order in orders] == [list(range(9))] * 4
+    assert len({tuple(order) for order in orders}) == 4
 
 
 def test_the_seed_of_a_generator_given_decides_the_order_and_no_other():

@@ -35,6 +35,8 @@ class Kind(Protocol):
 
     draws: Draws | None
     """What keeps apart what loading draws in this process; None where that is not wanted."""
+    begins_plainly: bool
+    """Whether no code of the user's runs when a pass begins, and so only torch draws then."""
     iterator: Any
     """The loader's own iterator, which may have workers."""
 
@@ -53,6 +55,8 @@ class Kind(Protocol):
 
 class Listed:
     """A sequence of batches: entered at an index."""
+
+    begins_plainly = True
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -79,6 +83,8 @@ class Listed:
 
 class Streamed(Listed):
     """Any other iterable: entered by reading all that comes before."""
+
+    begins_plainly = False
 
     def __init__(
         self, loader: Any, draws: Draws | None = None, order: StreamOrder | None = None
@@ -108,6 +114,7 @@ class Indexed:
     ) -> None:
         self.loader, self.order, self.draws = loader, order, draws
         self.iterator: Any = None
+        self.begins_plainly = isinstance(order, EpochOrder)
         # With workers it is their copies of the data set that count.
         keeps = has_state(loader.dataset) and not loader.num_workers
         self._holder: Any = loader.dataset if keeps else None
@@ -149,6 +156,8 @@ class Stateful:
         draws: What keeps apart what is drawn in this process.
         order: What was put in the batch sampler's stead, to seed samples.
     """
+
+    begins_plainly = False
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,8 +110,8 @@ class EpochOrder:
         return {"sample": self.samples_at(batch), "seed": self.own_seed, **self._settings()}
 
     def _settings(self) -> dict[str, int]:
-        size, count = self.batch_size or 1, len(self.sampler)
-        return {"samples": count, "batch_size": size, "drop_last": self.drop_last}
+        size, samples = self.batch_size or 1, len(self.sampler)
+        return {"samples": samples, "batch_size": size, "drop_last": self.drop_last}
 
     def load(self, saved: Mapping[str, Any], batch: int) -> int:
         """Go on at the sample that ``batch`` began at, and return which batch begins there now."""
@@ -145,22 +146,22 @@ class EpochOrder:
 
     def __iter__(self) -> Iterator[Any]:
         indices, size = self._indices(), self.batch_size or 1
-        for batch in range(self._first, self._first + self.batches_from(self._sample)):
-            place = self.samples_at(batch)
+        batches = range(self._first, self._first + self.batches_from(self._sample))
+        for batch, place in zip(batches, count(self._sample, size), strict=False):
             some = indices[place : place + size]
             found = list(some) if isinstance(some, range) else some.tolist()
             yield self.delivery.hand(batch, found if self.batch_size else found[0], place)
 
     def _indices(self) -> range | torch.Tensor:
-        count, wanted = len(self.sampler.data_source), len(self.sampler)
+        there, wanted = len(self.sampler.data_source), len(self.sampler)
         if not hasattr(self.sampler, "replacement"):
-            return range(count)
+            return range(there)
         generator = torch.Generator().manual_seed(seed_of(self._key))
         if self.sampler.replacement:
-            return torch.randint(count, (wanted,), generator=generator)
-        if wanted <= count:
-            return torch.randperm(count, generator=generator)[:wanted]
-        rounds = [torch.randperm(count, generator=generator) for _ in range(-(-wanted // count))]
+            return torch.randint(there, (wanted,), generator=generator)
+        if wanted <= there:
+            return torch.randperm(there, generator=generator)[:wanted]
+        rounds = [torch.randperm(there, generator=generator) for _ in range(-(-wanted // there))]
         return torch.cat(rounds)[:wanted]
 
 

@@ -71,7 +71,7 @@ class Reader:
         return batches
 
     def _use_up(self, restored: Mapping[str, Any]) -> None:
-        with rng.forked(self.place.key("begin")):
+        with rng.forked(self.place.key("begin"), all_of_them=not self.kind.begins_plainly):
             self.kind.use_up()
         own_generators.restore(self._generators, restored.get("generators", {}).get("now", {}))
 
@@ -92,9 +92,9 @@ class Reader:
         self._is_finished = False
         self._at_start = own_generators.encoded(self._generators)
         if self.kind.draws is not None:
-            self.kind.draws.is_first = True
+            self.kind.draws.begin(self.place.epoch)
         self.kind.iterator = None  # an earlier pass's workers end first
-        with rng.forked(self.place.key("begin")):
+        with rng.forked(self.place.key("begin"), all_of_them=not self.kind.begins_plainly):
             iterator, self.batches = self.kind.begin(self.place, batch)
         self._is_begun = True
         workers.watch(self.kind)
