@@ -156,16 +156,17 @@ def test_unseeded_samples_are_drawn_from_the_process_itself():
 # Draws are looked for
 
 
-def fetches(reading):
+def fetches(reading, epoch=0):
     """Return the state of what was found after a pass."""
-    list(reading.batches(0))
+    list(reading.batches(epoch))
     return reading.position()["parts"][0]["draws"]
 
 
-def test_after_eight_fetches_without_a_draw_only_the_first_of_a_pass_is_kept_apart():
+def test_after_eight_fetches_without_a_draw_the_first_of_some_epochs_is_kept_apart():
     reading = source(Steady(), batch_size=1)
     assert fetches(reading) == [8, 0]
-    assert fetches(reading) == [9, 0]
+    looked_at = [fetches(reading, epoch)[0] - 8 for epoch in range(1, 10)]
+    assert looked_at == [1, 2, 2, 3, 3, 3, 3, 4, 4]  # in epochs 1, 2, 4 and 8
 
 
 @pytest.mark.parametrize("mode", ["batch", "sample"])
