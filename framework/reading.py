@@ -28,7 +28,9 @@ def reload(run: Run, given: Mapping[str, Any], first: int) -> None:
     """Make the loaders anew, at the epochs to do so; those of epoch ``first`` are still new."""
     state, every = run.state, run.trainer.reload_dataloaders_every_n_epochs
     if state.epoch % every == 0 and state.epoch != first:
-        run.train = read_train(run, given)
+        run.train.close()
+        seed, run.train = run.train.seed, read_train(run, given)
+        run.train.seed = seed
         if "validate" in run.evaluations:
             run.evaluations["validate"].sources = read_evaluation(run, given) or []
 
@@ -51,7 +53,9 @@ def read_evaluation(run: Run, given: Mapping[str, Any]) -> list[Source] | None:
             return None
     limit = getattr(trainer, f"limit_{kind}_batches")
     sequential = in_fit and bool(trainer.overfit_batches)
-    return evaluation_sources(loaders, limit, kind, sequential, prepare_for(run))
+    return evaluation_sources(
+        loaders, limit, kind, sequential, prepare_for(run), trainer.seed_samples
+    )
 
 
 def prepare_for(run: Run) -> Callable[[int], Callable[[Any], Any] | None]:

@@ -186,7 +186,7 @@ def restore_data(run: Run, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
     if "data" in own:
         with taking_over("place in the data"):
             run.train.restore(own["data"])
-            run.state.batch = run.train.start
+            run.state.batch = run.train.start if run.state.batch else 0
     elif run.state.batch:  # saved by another framework
         run.train.start = run.state.batch
     warn_of_shorter(run)

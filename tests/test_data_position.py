@@ -408,6 +408,17 @@ def test_a_pass_that_is_over_is_not_gone_on_with(name):
     assert rest(second, 1) == unbroken[1]
 
 
+@pytest.mark.parametrize("name", ["shuffled", "sampler with state", "stream with state"])
+def test_a_place_told_again_before_any_batch_is_the_same(name):
+    make = (INDEXED | OTHERS)[name]
+    position = left_at(source(make()), 0, 3)
+    second = source(make())
+    second.restore(position)
+    second.batches(0)
+    (part,), (again,) = position["parts"], second.position()["parts"]
+    assert (again["batches"], again["state"]) == (3, part["state"])
+
+
 def test_a_pass_left_for_another_epoch_is_not_gone_on_with():
     make = INDEXED["shuffled"]
     first, second = source(make()), source(make())

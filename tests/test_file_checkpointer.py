@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -66,13 +67,15 @@ def saved(tmp_path):
     return path
 
 
-@pytest.fixture
+@contextmanager
 def full_disk():
-    """Let no file grow beyond 2,000 bytes, as on a disk that is full."""
+    """Let no file grow beyond 2,000 bytes inside, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:  # before anything is reported, which may go into a file too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_file_is_read_by_torch_alone(saved):
@@ -157,9 +160,9 @@ def test_file_from_before_archives_is_read(tmp_path):
     assert FileCheckpointer().load(str(tmp_path / "a.pt"))["w"].sum() == 5
 
 
-def test_save_on_a_full_disk_says_so_and_leaves_the_older_file(saved, full_disk):
-    before = saved.read_bytes()
-    with pytest.raises(CheckpointError, match=r"is kept: File too large\. Make room there"):
+def test_save_on_a_full_disk_says_so_and_leaves_the_older_file(saved):
+    before, message = saved.read_bytes(), r"is kept: File too large\. Make room there"
+    with pytest.raises(CheckpointError, match=message), full_disk():
         FileCheckpointer().save({"w": torch.zeros(5_000)}, str(saved))
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]

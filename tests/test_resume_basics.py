@@ -366,3 +366,18 @@ def test_a_limit_of_nothing_trains_nothing(limit):
     module = Net()
     trainer = fitted(module, **limit)
     assert (module.seen, trainer.global_step, trainer.current_epoch) == ([], 0, 0)
+
+
+def test_an_epoch_that_was_skipped_is_not_gone_on_with(tmp_path):
+    class Skips(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if (trainer.current_epoch, batch_idx) == (0, 3):
+                trainer.skip_epoch()
+
+    path = tmp_path / "skipped.ckpt"
+    unbroken = seeded(Net, 7)
+    fitted(unbroken, callbacks=[Skips(), SaveWhen(path, "epoch", epoch=1, batch=0)])
+    resumed = Net()
+    fitted(resumed, ckpt_path=path, callbacks=Skips())
+    assert len(unbroken.seen) == 4 + 10 + 10
+    assert resumed.seen == unbroken.seen[4:]

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -145,9 +146,9 @@ def test_error_of_a_checkpointer_that_is_no_error_of_leyden_is_one_too(tmp_path)
     assert names(tmp_path / "c") == ["step=6.ckpt"]
 
 
-@pytest.fixture
+@contextmanager
 def full_disk():
-    """A switch: no file may grow from there on, as on a full disk."""
+    """Give a switch: no file may grow from there on and to the end, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -157,15 +158,17 @@ def full_disk():
                 thread.join(30.0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
 
-    yield fill
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield fill
+    finally:  # before anything is reported, which may go into a file too
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_full_disk_leaves_the_older_file_and_says_what_to_do(tmp_path, full_disk, asynchronous):
+def test_full_disk_leaves_the_older_file_and_says_what_to_do(tmp_path, asynchronous):
     callback = saver(tmp_path, when_failed="warn", asynchronous=asynchronous)
-    with pytest.warns(UserWarning, match="Make room there"):
-        trained(tmp_path, callback, Acts(3, full_disk))
+    with pytest.warns(UserWarning, match="Make room there"), full_disk() as fill:
+        trained(tmp_path, callback, Acts(3, fill))
     assert names(tmp_path / "c") == ["step=2.ckpt"]
     assert step_of(callback.best_model_path) == 2
 
