@@ -31,8 +31,10 @@ def reload(run: Run, given: Mapping[str, Any], first: int) -> None:
         run.train.close()
         seed, run.train = run.train.seed, read_train(run, given)
         run.train.seed = seed
-        if "validate" in run.evaluations:
-            run.evaluations["validate"].sources = read_evaluation(run, given) or []
+        if (validation := run.evaluations.get("validate")) is not None:
+            for source in validation.sources:
+                source.close()
+            validation.sources = read_evaluation(run, given) or []
 
 
 def read_evaluation(run: Run, given: Mapping[str, Any]) -> list[Source] | None:

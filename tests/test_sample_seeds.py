@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from multiprocessing import get_context
 
 import numpy
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from leyden.data.feed import evaluation_sources, train_source
 from leyden.data.source import Wait
+from leyden.data.workers import end_with_parent
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4")
 MODES = ["batch", "sample", False]
@@ -266,6 +268,30 @@ def test_a_worker_whose_parent_is_gone_ends(tmp_path):
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(pid)
+
+
+def late(path, parent):
+    while os.getppid() == parent:
+        time.sleep(0.005)
+    path.write_text(str(os.getpid()))
+    end_with_parent()
+    path.with_name("lives").touch()
+
+
+def test_a_worker_that_begins_when_its_parent_is_gone_ends(tmp_path):
+    path = tmp_path / "pid"
+    child = os.fork()
+    if child == 0:
+        get_context("fork").Process(target=late, args=(path, os.getpid())).start()
+        os._exit(0)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    while is_running(int(path.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not is_running(int(path.read_text()))
+    assert not path.with_name("lives").exists()
 
 
 def is_running(pid):

@@ -16,7 +16,7 @@ from .combined import END
 
 SeedSamples = Literal["batch", "sample", False]
 PROBES = 8
-"""Fetches at a reader's beginning that are watched for draws; later, the first of each pass."""
+"""Fetches at a reader's beginning that are watched for draws; later, the first of some passes."""
 
 
 def key_of(*place: Any) -> bytes:
