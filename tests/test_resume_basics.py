@@ -381,3 +381,24 @@ def test_an_epoch_that_was_skipped_is_not_gone_on_with(tmp_path):
     fitted(resumed, ckpt_path=path, callbacks=Skips())
     assert len(unbroken.seen) == 4 + 10 + 10
     assert resumed.seen == unbroken.seen[4:]
+
+
+def test_a_save_at_the_end_of_a_batch_counts_that_batch_and_its_step(tmp_path):  # PL #18060
+    path = tmp_path / "three.ckpt"
+    unbroken, resumed = seeded(Net, 7), Net()
+    fitted(unbroken, callbacks=SaveWhen(path, "batch end", epoch=0, batch=3))
+    saved = torch.load(path, weights_only=True)
+    assert (saved["state"]["batch"], saved["state"]["step"], saved["global_step"]) == (3, 3, 3)
+    fitted(resumed, ckpt_path=path)
+    assert resumed.seen[0][:3] == (0, 3, 3)
+    assert resumed.seen == unbroken.seen[3:]
+
+
+def test_a_file_of_a_newer_format_is_refused_with_the_version_to_install(tmp_path):
+    path = tmp_path / "newer.ckpt"
+    trainer = fitted(Net(), max_epochs=1)
+    checkpoint = trainer.dump_checkpoint()
+    checkpoint["leyden"] |= {"format": 99, "version": "7.5.0"}
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=r"7\.5\.0 in format 99.*Install leyden 7\.5\.0 or"):
+        fitted(Net(), ckpt_path=path)
