@@ -5,19 +5,24 @@ Every path is a local one or a URL. Nothing here runs code from a file.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
+
+import torch
 
 from . import content, locations, tensor_files
 from .content import Checkpoint as Checkpoint
 from .content import Summary as Summary
 from .difference import Difference as Difference
 from .difference import between
-from .errors import unknown
-from .saving import checkpointer_for, load
+from .errors import ConfigError, unknown
+from .saving import checkpointer_for, load, view
+from .shards import is_stored
 from .weights import HOLDERS, read_weights
 
 Options = Mapping[str, Any] | None
@@ -26,6 +31,7 @@ _TAKEN = {
     "leyden", "folder", "epoch", "global_step", "state", "hyper_parameters", "optimizer_states",
     "lr_schedulers", "callbacks", "trainer",
 }  # fmt: skip
+_FORMS = ("weights", "safetensors", "checkpoint")
 _VERSIONS = ("format", "version", "git", "python", "torch", "numpy", "written_by")
 
 
@@ -97,30 +103,65 @@ def verify(path: str | Path, storage_options: Options = None) -> None:
 
 
 def convert(
-    path: str | Path, target: str | Path, to: str | None = None, storage_options: Options = None
+    path: str | Path,
+    target: str | Path,
+    to: str | None = None,
+    storage_options: Options = None,
+    max_shard_size: int | None = None,
 ) -> None:
-    """Write the weights at ``path``, and nothing else of it, at ``target``.
+    """Write the checkpoint at ``path``, or its weights alone, in another form at ``target``.
+
+    One process does, whatever number of ranks has written ``path``. It holds one tensor at a time.
 
     Args:
         path: A checkpoint, or any file that `Module.load_weights` reads.
         target: The file to write.
-        to: ``"weights"``, a state_dict that ``torch.load`` reads, or ``"safetensors"``; by default
-            as the name of ``target`` ends.
+        to: ``"weights"``, a state_dict that ``torch.load`` reads; ``"safetensors"``; or
+            ``"checkpoint"``, all there is of a checkpoint in one file, or in a folder for a target
+            that ends in ``.sharded``. By default weights, in the form that the target's name tells.
         storage_options: What fsspec takes for the file systems of URLs.
+        max_shard_size: For safetensors: bytes that go into a file before another is begun. Several
+            are called ``model-00001-of-00002.safetensors`` and so on for the target
+            ``model.safetensors``, and ``model.safetensors.index.json`` says what is where.
 
     Raises:
         CheckpointError: The file cannot be read, or the other not be written.
-        ConfigError: ``to`` is unknown.
+        ConfigError: ``to`` is unknown, or ``max_shard_size`` is not for it.
     """
-    place = str(target)
+    source, place = str(path), str(target)
     to = to or ("safetensors" if place.endswith(tensor_files.ENDING) else "weights")
-    if to not in ("weights", "safetensors"):
-        raise unknown("format", to, ("weights", "safetensors"), "Pass one of them as to=….")
-    weights = read_weights(checkpointer_for(str(path), storage_options), str(path))
-    if to == "weights":
-        checkpointer_for(place, storage_options).save(weights, place)
-    else:
-        tensor_files.write(weights, place, storage_options)
+    if to not in _FORMS:
+        raise unknown("format", to, _FORMS, "Pass one of them as to=….")
+    if max_shard_size is not None and (to != "safetensors" or max_shard_size < 1):
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r} must be bytes, for a target of safetensors files; "
+            f"this one is {to!r}."
+        )
+    reader = checkpointer_for(source, storage_options)
+    found = view(reader, source) if to == "checkpoint" else read_weights(reader, source)
+    if to == "safetensors":
+        tensor_files.write(found, place, storage_options, max_shard_size)
+        return
+    with TemporaryDirectory(prefix="leyden-") as folder:
+        checkpointer_for(place, storage_options).save(_spilled(found, folder), place)
+
+
+def _spilled(value: Any, folder: str) -> Any:
+    """Return nested ``value`` with each tensor that stays in a checkpoint in a file in ``folder``.
+
+    torch saves tensors only together, so they must all be there, and need not be in memory.
+    """
+    if isinstance(value, dict):
+        return {key: _spilled(part, folder) for key, part in value.items()}
+    if type(value) in (builtins.list, tuple):
+        return type(value)(_spilled(part, folder) for part in value)
+    if not is_stored(value):
+        return value
+    file, size = NamedTemporaryFile(dir=folder, delete=False), value.numel()  # noqa: SIM115
+    file.close()
+    mapped = torch.from_file(file.name, shared=True, size=size, dtype=value.dtype)
+    value.read_into(mapped.view(value.shape))
+    return mapped.view(value.shape)
 
 
 def diff(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
 PRECISIONS = {
@@ -43,6 +40,17 @@ REMOVED = {
     "barebones": "logger=False, enable_checkpointing=False, enable_progress_bar=False",
 }
 """Arguments that Lightning's Trainer once had, and what to use instead."""
+GONE = {
+    "fit_loop": "trainer.state for the progress, and max_epochs and max_steps of the Trainer",
+    "validate_loop": "what trainer.validate returns, or trainer.callback_metrics",
+    "predict_loop": "what trainer.predict returns",
+    "progress_bar_dict": "trainer.progress_bar_metrics",
+    "root_gpu": "trainer.strategy.device",
+    "gpus": "trainer.num_devices",
+    "init_module": "torch.device as a context, or configure_model",
+    "evaluating": "trainer.validating or trainer.testing",
+}
+"""What Lightning's Trainer has or had, and where it is here."""
 
 
 def unexpected(given: Iterable[str], allowed: Iterable[str]) -> None:
@@ -157,11 +165,8 @@ def precision_name(value: Any) -> Any:
     return PRECISIONS.get(str(value), value) if isinstance(value, (int, str)) else value
 
 
-def try_everything_briefly(trainer: Trainer) -> None:
-    """Limit ``trainer`` to the ``fast_dev_run`` batches of each stage."""
-    n = trainer.fast_dev_run
-    trainer.limit_train_batches = trainer.limit_val_batches = n
-    trainer.limit_test_batches = trainer.limit_predict_batches = n
-    trainer.max_epochs, trainer.max_steps = 1, n
-    trainer.num_sanity_val_steps, trainer.val_check_interval = 0, 1.0
-    trainer.check_val_every_n_epoch, trainer.log_every_n_steps = 1, 1
+def listed(given: Any) -> list[Any]:
+    """Return ``given`` as a list: None as an empty one, a single thing as a list of it."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]

@@ -51,9 +51,9 @@ class Entry:
     """
 
     __slots__ = (
-        "block", "epoch_name", "in_batch", "is_newest", "is_restored", "is_unsent", "metric",
-        "name", "names", "number", "on_epoch", "on_step", "options", "plain_name", "reduction",
-        "step_name", "total", "value", "weight", "weights",
+        "agreed", "block", "epoch_name", "in_batch", "is_newest", "is_restored", "is_unsent",
+        "metric", "name", "names", "number", "on_epoch", "on_step", "options", "plain_name",
+        "reduction", "step_name", "total", "value", "weight", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +98,8 @@ class Entry:
 
     def forget_epoch(self) -> None:
         """Begin a new reduction."""
+        self.agreed: float | None = None
+        """The reduction over all ranks, once they have told each other theirs."""
         self.total: Tensor | None = None
         self.number: float | None = None
         self.block: list[Tensor] = []
@@ -190,9 +192,20 @@ class Entry:
             self.value = value.clone() if isinstance(value, Tensor) else value
             self.is_unsent = self.is_newest = True
 
+    def part(self) -> tuple[float, float] | None:
+        """Return this rank's reduction without dividing, and its weight; None where there is none.
+
+        Waits for the device.
+        """
+        if self.metric is not None:
+            return float(number_of(self.name, self.metric.compute())), 1.0
+        return (float(self._reduced()), self.weight) if self.weight else None
+
     def epoch_value(self) -> Tensor | float | None:
         """Return the epoch's reduction so far, or None where there is none."""
         value: Tensor | float
+        if self.agreed is not None:
+            return self.agreed
         if self.metric is not None:
             value = number_of(self.name, self.metric.compute())
         elif not self.weight:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
@@ -64,15 +64,22 @@ class _ListStandIn(_StandIn):
         return []
 
 
-def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
+def load(
+    checkpointer: Checkpointer, path: str, read: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
     """Return the checkpoint at ``path``; one of Lightning's with its entries as leyden has them.
+
+    Args:
+        checkpointer: What wrote it.
+        path: Where it is.
+        read: What reads it.
 
     Raises:
         CheckpointError: There is none, it is damaged, or another program left objects in it.
     """
     lost: dict[str, str] = {}
     try:
-        found = checkpointer.load(path)
+        found = read(path)
     except CheckpointError as refused:
         found, lost = without_objects(checkpointer, path, refused)
         if VERSION not in found:

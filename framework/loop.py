@@ -59,12 +59,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .inference import forget_inference
 from .metrics import Logged, Readings, to_floats
+from .pace import keep_listening, keep_pace
 from .rank_zero import rank_zero_info
 from .step import open_window, refuse_standstill, step_schedule, update, warn_of_unheld
 
@@ -82,6 +82,7 @@ def fit(run: Run) -> None:
     for hook in hooks.on_train_start:
         hook(trainer, module)
     go_on_drawing(run)
+    run.agreement.settle()
     validate_first(run)
 
     begun_at, begun_step = state.total_batches, state.step
@@ -159,12 +160,12 @@ def train_epoch(run: Run) -> None:
 
         outputs = run.train_batch(run, batch, batch_idx, closes)
         state.batch, state.total_batches = batch_idx + 1, state.total_batches + 1
-        state.elapsed = perf_counter() - run.began
         run.is_in_step = False
 
         for hook in hooks.on_train_batch_end:
             hook(trainer, module, outputs, batch, batch_idx)
         del outputs
+        run.agreement.tick()
         stepped = state.step != steps_before
         if stepped and state.step % run.log_every_n_steps == 0:
             log_step(run)
@@ -214,6 +215,7 @@ def end_epoch(run: Run) -> None:
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     warn_of_unheld(run)
     run.is_in_step = True  # an error from here on leaves the end of the epoch half done
+    run.metrics.share(run.metrics.train)
     for hook in hooks.on_train_epoch_end:
         hook(trainer, module)
     send(run, run.metrics.finish(run.metrics.train))
@@ -222,6 +224,7 @@ def end_epoch(run: Run) -> None:
             if config.interval == "epoch" and (state.epoch + 1) % config.frequency == 0:
                 step_schedule(run, config)
     state.epoch, state.batch, run.is_in_step = state.epoch + 1, 0, False
+    run.agreement.settle()
     for hook in hooks.on_save_point:
         hook(trainer, module, "epoch")
 
@@ -291,8 +294,9 @@ def validate(run: Run) -> None:
     finally:
         if state.pending_validation:
             state.validations, state.validated_batch = before
+    run.agreement.settle()
     # From its end on: one that takes longer than the interval would follow itself at once.
-    state.elapsed = state.validated_at = perf_counter() - run.began
+    state.validated_at = state.elapsed
     run.phase = "train"
     run.module.__dict__["_logged"] = run.metrics.train
 
@@ -316,8 +320,11 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> bool
                 # Batches are fetched outside of it: a loader may keep and train on them later.
                 with evaluation.no_grad():
                     evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
+                keep_listening(run, source, batch_idx)
+            keep_pace(run, evaluation, dataloader_idx, limit)
             logged.in_batch = False
-            logged.end_loader()
+            run.metrics.end_loader(logged)
+        run.metrics.share(logged)
         with evaluation.no_grad():
             for hook in evaluation.on_epoch_end:
                 hook(trainer, module)
@@ -358,6 +365,8 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
                     outputs = evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
                 yield dataloader_idx, outputs
                 del outputs
+                keep_listening(run, source, batch_idx)
+            keep_pace(run, evaluation, dataloader_idx)
         with evaluation.no_grad():
             for hook in evaluation.on_epoch_end:
                 hook(trainer, module)
@@ -369,7 +378,7 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
 def evaluation_mode(run: Run, evaluation: Evaluation) -> Iterator[Logged]:
     """Put the module in eval mode inside, and every part of it back in its own mode after."""
     trainer, module = run.trainer, run.module
-    logged = run.metrics.evaluation = Logged(False, run.metrics.sizer)
+    logged = run.metrics.begin_evaluation()
     module.__dict__["_logged"] = logged
     for hook in evaluation.on_start:
         hook(trainer, module)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .run import Run
 
-FORMAT = 1
+FORMAT = 2
 """Version of what a checkpoint holds. Newer code reads every older one."""
 
 

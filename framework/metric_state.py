@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -32,17 +33,38 @@ def metric_state(run: Run) -> dict[str, Any]:
     }
 
 
-def restore_metrics(run: Run, saved: dict[str, Any]) -> None:
-    """Take over what `metric_state` returned, before anything is logged."""
+def restore_metrics(run: Run, saved: Sequence[dict[str, Any]]) -> None:
+    """Take over what `metric_state` returned, on one rank or on several, before anything is logged.
+
+    What several had seen is added up here.
+    """
     objects = dict(metric_objects(run.module))
-    for path, state in saved["objects"].items():
-        if path in objects:
-            _restore_object(objects[path], state)
-    run.metrics.finished = Readings(*(dict(values) for values in saved["finished"]))
-    for state in saved["entries"]:
-        entry = _restored_entry(run.metrics.train, state)
-        entry.metric = objects.get(state["metric"])
-        run.metrics.train.shared[entry.name] = entry
+    for path, metric in objects.items():
+        if states := [state["objects"][path] for state in saved if path in state["objects"]]:
+            _restore_object(path, metric, states)
+    run.metrics.finished = Readings(*(dict(values) for values in saved[0]["finished"]))
+    for state in saved:
+        for kept in state["entries"]:
+            entry = _restored_entry(run.metrics.train, kept)
+            entry.metric = objects.get(kept["metric"])
+            known = run.metrics.train.shared.setdefault(entry.name, entry)
+            if known is not entry and not known.options.rank_zero_only:
+                _add(known, entry)
+
+
+def _add(entry: Entry, other: Entry) -> None:
+    """Take what ``other`` has gathered into ``entry``."""
+    for one in (entry, other):
+        if one.block:
+            one.total, one.block, one.weights = one._with_block(), [], []
+    pick = {"min": min, "max": max}.get(entry.reduction, operator.add)
+    for name in ("total", "number"):
+        own, more = getattr(entry, name), getattr(other, name)
+        if own is not None and more is not None:
+            setattr(entry, name, pick(own, more))
+        elif own is None:
+            setattr(entry, name, more)
+    entry.weight += other.weight
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -75,17 +97,37 @@ def _object_state(path: str, metric: Any) -> dict[str, Any] | None:
         return None
 
 
-def _restore_object(metric: Any, saved: dict[str, Any]) -> None:
-    if "own" not in saved:
-        for name, value in encoding.decode(saved).items():
+def _restore_object(path: str, metric: Any, states: Sequence[dict[str, Any]]) -> None:
+    first, *others = states
+    if "own" not in first:
+        for name, value in encoding.decode(first).items():
             setattr(metric, name, _on_device(value, getattr(metric, "device", None)))
         metric._computed = None
-        return
-    state = encoding.decode(saved["state"])
-    if saved["own"]:
-        metric.load_state_dict(state)
+    elif first["own"]:
+        metric.load_state_dict(encoding.decode(first["state"]))
     else:
-        vars(metric).update(state)
+        vars(metric).update(encoding.decode(first["state"]))
+    try:
+        for other in others:
+            _merge(metric, other)
+    except Exception as error:
+        warnings.warn(
+            f"The run goes on with another number of ranks, and what the metric {path!r} had seen "
+            f"in this epoch on some of them cannot be added up: {error} This epoch's value lacks "
+            "it. Resume with as many ranks to keep it.",
+            stacklevel=2,
+        )
+
+
+def _merge(metric: Any, other: dict[str, Any]) -> None:
+    """Add what a metric of torchmetrics has seen on another rank."""
+    if "own" in other:
+        raise TypeError(f"{type(metric).__name__} is none of torchmetrics.")
+    state = encoding.decode(other)
+    count = state.pop("_update_count")
+    device = getattr(metric, "device", None)
+    metric.merge_state({name: _on_device(value, device) for name, value in state.items()})
+    metric._update_count += count
 
 
 def _on_device(value: Any, device: Any) -> Any:

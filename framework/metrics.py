@@ -7,7 +7,7 @@ A `Metrics` belongs to a run and holds one `Logged` for training and one for eac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from torch import Tensor
 from .data.samples import count_samples
 from .entry import Computed, Entry, Options, is_metric, number_of, scalar
 from .errors import ModuleError
+from .metric_ranks import of_all_ranks, require_same_objects, share
+
+if TYPE_CHECKING:
+    from .protocols import Strategy
 
 Sizer = Callable[[Any], int | None]
 
@@ -41,6 +45,8 @@ class Logged:
         """Whose samples epoch means are weighed by."""
         self.size: float | None = None
         """How many those are, once counted."""
+        self.strategy: Strategy | None = None
+        """What reduces the values of steps that are logged with ``sync_dist``; None for nothing."""
 
     def begin_loader(self, index: int, of: int) -> None:
         """Keep what is logged from here on apart from that of the other loaders."""
@@ -57,7 +63,8 @@ class Logged:
             ModuleError: One is to span the loaders too.
         """
         joint = [entry.metric for entry in self.shared.values() if entry.metric is not None]
-        own = [e for e in self.entries.values() if e.metric is not None and not self._is_shared(e)]
+        own = [e for _, e in sorted(self.entries.items())]
+        own = [e for e in own if e.metric is not None and not self._is_shared(e)]
         computed = [(entry, entry.metric, entry.metric.compute()) for entry in own]
         for entry, metric, value in computed:
             if any(metric is other for other in joint):
@@ -101,6 +108,8 @@ class Logged:
                 weight = batch_size if batch_size is not None else self.size
             entry.add(value, self._count(name) if weight is None else weight)
         if entry.on_step:
+            if options[5] and self.strategy is not None:  # sync_dist
+                value = of_all_ranks(value, entry, self.strategy)
             entry.value = value
             entry.is_unsent = entry.is_newest = True
 
@@ -114,7 +123,7 @@ class Logged:
                 raise ModuleError(f"self.log({name!r}, …): the name must be a string.")
             suffix = self.suffix if options.add_dataloader_idx else ""
             entry = Entry(name, options, self.in_batch, self.in_training, suffix)
-            for other in self._all():
+            for other in self.all():
                 if other.names & entry.names:
                     raise ModuleError(
                         f"self.log({name!r}, …) and self.log({other.name!r}, …) both record "
@@ -137,14 +146,15 @@ class Logged:
         self.size = float(count_samples(self.batch, self.sizer, name))
         return self.size
 
-    def _all(self) -> Iterator[Entry]:
+    def all(self) -> Iterator[Entry]:
+        """Yield every entry."""
         for entries in (*self.of_loader, self.shared):
             yield from entries.values()
 
     def unsent_values(self) -> dict[str, Any]:
         """Return what goes to the loggers of the step values logged since this was last asked."""
         values: dict[str, Any] = {}
-        for entry in self._all():
+        for entry in self.all():
             if entry.is_unsent:
                 entry.is_unsent = False
                 if entry.options.logger is not False:
@@ -154,7 +164,7 @@ class Logged:
     def step_readings(self, newest: bool = False) -> Readings:
         """Return the last value of all that is logged per step, or of the ``newest`` alone."""
         readings = Readings({}, {}, {})
-        for entry in self._all():
+        for entry in self.all():
             if entry.value is not None and (entry.is_newest or not newest):
                 readings.add(entry, entry.step_name, entry.value)
         return readings
@@ -162,15 +172,23 @@ class Logged:
     def epoch_readings(self) -> Readings:
         """Return the reductions so far."""
         readings = Readings({}, {}, {})
-        for entry in self._all():
+        for entry in self.all():
             if entry.on_epoch and (value := entry.epoch_value()) is not None:
                 readings.add(entry, entry.epoch_name, value)
         return readings
 
+    def adopt(self, entry: Entry) -> None:
+        """Keep an entry that another rank made."""
+        where = self.shared
+        if entry.plain_name != entry.name:
+            suffix = entry.plain_name[len(entry.name) :]
+            where = self.of_loader[int(suffix.rpartition("_")[2])]
+        where[entry.name] = entry
+
     def forget_epoch(self) -> None:
         """Begin a new epoch."""
         self.batch = None
-        for entry in self._all():
+        for entry in self.all():
             entry.forget_epoch()
 
 
@@ -191,9 +209,34 @@ class Metrics:
         self.train = Logged(True, sizer)
         self.evaluation: Logged | None = None
         self.finished = Readings({}, {}, {})
+        self.strategy: Strategy | None = None
+        """What other ranks are asked through; None for one process."""
+
+    def join(self, strategy: Strategy) -> None:
+        """Reduce over the ranks of ``strategy`` from now on."""
+        self.strategy = strategy
+        self.train.strategy = strategy
+
+    def begin_evaluation(self) -> Logged:
+        """Return where a new evaluation logs to."""
+        self.evaluation = Logged(False, self.sizer)
+        self.evaluation.strategy = self.strategy
+        return self.evaluation
+
+    def share(self, logged: Logged) -> None:
+        """Let what was logged in the open epoch's batches be that of all ranks, from here on."""
+        if self.strategy is not None:
+            share(logged, self.strategy)
+
+    def end_loader(self, logged: Logged) -> None:
+        """Reset the metric objects of the loader that ends; every rank must have the same."""
+        if self.strategy is not None and logged.suffix:
+            require_same_objects(logged, self.strategy)
+        logged.end_loader()
 
     def so_far(self, logged: Logged) -> dict[str, Any]:
         """Take the open epoch of ``logged`` for finished, and return what goes to the loggers."""
+        self.share(logged)
         epoch = logged.epoch_readings()
         self.finished.update(epoch)
         return epoch.logger

@@ -11,43 +11,64 @@ from torch import Tensor
 
 from .errors import CheckpointError, LeydenError
 from .rank_zero import rank_zero_warn
+from .shards import kept
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from .run import Run
 
-COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a compiled part's parameters; never in a file."""
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch puts into names where a part is compiled or recomputed; never in a file."""
 
 
 def optimizer_state(run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optimizer``, with its kind and the names of what it holds."""
-    return {**optimizer.state_dict(), "leyden": identity(run, optimizer)}
+    """Return the state of ``optimizer`` by the names of its parameters, with its kind."""
+    saved, names = optimizer.state_dict(), names_in(run, optimizer)
+    states = saved["state"]
+    flat = [name for group in names for name in group]
+    return {
+        "state": {flat[k] if type(k) is int else k: state for k, state in states.items()},
+        "param_groups": [
+            {**group, "params": own}
+            for group, own in zip(saved["param_groups"], names, strict=True)
+        ],
+        "leyden": {"kind": type(optimizer).__name__},
+    }
 
 
-def identity(run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what must be the same for a state to be taken over: torch goes by position alone."""
+def names_in(run: Run, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group; of those not in the Module, a number."""
     names = {id(p): clean(name) for name, p in run.module.named_parameters()}
-    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-    return {"kind": type(optimizer).__name__, "parameters": groups}
+    groups = optimizer.param_groups
+    return [
+        [names.get(id(p), f"{index}.{at}") for at, p in enumerate(group["params"])]
+        for index, group in enumerate(groups)
+    ]
 
 
-def check_same(run: Run, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def check_same(optimizer: Optimizer, own: list[list[str]], state: Mapping[str, Any]) -> None:
     """Refuse a state of another optimizer, or of the same over other parameters.
 
     Raises:
         CheckpointError: It is one.
     """
-    saved, own = state.get("leyden"), identity(run, optimizer)
-    if saved is not None and saved != own:
-        which = "kind" if saved["kind"] != own["kind"] else "parameters"
-        raise CheckpointError(
-            f"The checkpoint's optimizer and that of configure_optimizers() differ in {which}: "
-            f"{saved[which]!s:.200} was saved, and {own[which]!s:.200} is there. Return the same "
-            "optimizer over the same parameters in the same order, or begin anew from the weights "
-            "alone with load_from_checkpoint."
-        )
+    identity = state.get("leyden", {})
+    kind = type(optimizer).__name__
+    # Format 1 has positions where there are names now, and the names here.
+    saved = identity.get("parameters") or [group["params"] for group in state["param_groups"]]
+    is_named = all(isinstance(name, str) for group in saved for name in group)
+    pairs: list[tuple[str, Any, Any]] = [("kind", identity.get("kind", kind), kind)]
+    if is_named and [sorted(group) for group in saved] != [sorted(group) for group in own]:
+        pairs.append(("parameters", saved, own))
+    for which, then, now in pairs:
+        if then != now:
+            raise CheckpointError(
+                f"The checkpoint's optimizer and that of configure_optimizers() differ in {which}: "
+                f"{then!s:.200} was saved, and {now!s:.200} is there. Return the same optimizer "
+                "over the same parameters, or begin anew from the weights alone with "
+                "load_from_checkpoint."
+            )
 
 
 def restore_optimizers(
@@ -94,13 +115,42 @@ def _require_as_many(kind: str, saved: Sequence[Any], own: Sequence[Any]) -> Non
 def _restore_optimizer(
     run: Run, optimizer: Optimizer, state: Mapping[str, Any], keep_options: bool
 ) -> None:
-    check_same(run, optimizer, state)
+    names = names_in(run, optimizer)
+    check_same(optimizer, names, state)
     own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     with taking_over(f"state of {type(optimizer).__name__}"):
-        optimizer.load_state_dict({k: v for k, v in state.items() if k != "leyden"})
+        optimizer.load_state_dict(_by_position(optimizer, names, state))
     if keep_options:
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)
+
+
+def _by_position(
+    optimizer: Optimizer, names: list[list[str]], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``state`` as torch takes it, laid out as the parameters are on the ranks."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = state.get("leyden", {}).get("parameters") or [
+        g["params"] for g in state["param_groups"]
+    ]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    flat = [name for group in names for name in group]
+    places = {name: position for position, name in enumerate(flat)}
+    order = [name for group in saved for name in group]
+    # Files of others know positions alone.
+    at = {key: places.get(name, i) for i, (key, name) in enumerate(zip(keys, order, strict=True))}
+    found = {
+        at.get(key, key): {name: kept(value, params[at[key]]) for name, value in values.items()}
+        if at.get(key, len(params)) < len(params)
+        else values
+        for key, values in state["state"].items()
+    }
+    positions = iter(range(len(params)))
+    groups = [
+        {**group, "params": [next(positions) for _ in own]}
+        for group, own in zip(state["param_groups"], names, strict=True)
+    ]
+    return {"state": found, "param_groups": groups}
 
 
 def _set_rates(scheduler: Any) -> None:
@@ -168,5 +218,7 @@ def taking_over(what: str) -> Iterator[None]:
 
 
 def clean(name: str) -> str:
-    """Return a parameter's name without what torch.compile adds to it."""
-    return name.replace(COMPILED, "")
+    """Return a parameter's name without what torch adds to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

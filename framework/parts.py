@@ -20,7 +20,7 @@ from .protocols import Logger
 if TYPE_CHECKING:
     from .manager import Registry
 
-COMING = ("ddp", "fsdp", "hsdp", "deepspeed")
+COMING = ("fsdp", "hsdp", "deepspeed")
 
 
 def accelerator(name: str) -> str:
@@ -152,13 +152,6 @@ def unwrapped(model: Any) -> tuple[Any, Callable[..., Any] | None]:
             f"{type(model).__name__}.__init__ did not call super().__init__(). Call it first."
         )
     return model, compile_step
-
-
-def listed(given: Any) -> list[Any]:
-    """Return ``given`` as a list: None as an empty one, a single thing as a list of it."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def as_datamodule(loaders: Any, datamodule: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -19,6 +20,12 @@ class Strategy(Protocol):
     rank: int
     local_rank: int
     world_size: int
+    data_rank: int
+    """Index of this process among those that see different data."""
+    data_world_size: int
+    """How many parts the data is dealt in; less than all where several ranks share one."""
+    is_lockstep: bool
+    """Whether a forward takes every rank, so that all must run equally many."""
     device: torch.device
 
     def connect(self, accelerator: str, devices: int | list[int], num_nodes: int) -> None:
@@ -33,6 +40,19 @@ class Strategy(Protocol):
             ConfigError: The strategy cannot honour what was asked for.
         """
 
+    def creating(self) -> AbstractContextManager[Any]:
+        """Return the context that ``configure_model`` runs in: the meta device where sharded."""
+
+    def parallelize(self, module: nn.Module) -> None:
+        """Split layers of ``module`` over ranks, in place, before anything wraps them."""
+
+    def sync_batchnorm(self, module: nn.Module) -> None:
+        """Let the batch norms of ``module`` see the batches of all ranks, in place.
+
+        Raises:
+            ConfigError: They cannot on this device.
+        """
+
     def place(self, module: nn.Module, precision: Precision) -> None:
         """Move, shard or wrap ``module`` in place, its dtypes already chosen by ``precision``."""
 
@@ -42,21 +62,35 @@ class Strategy(Protocol):
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether its backward is to average gradients over ranks."""
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale gradients so that their joint L2 norm is at most ``max_norm``.
+    def prepare_backward(self, loss: Tensor) -> None:
+        """Learn, in manual optimization, which ``loss`` is differentiated next."""
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients so that their joint norm is at most ``max_norm``.
 
         Returns:
             The norm before, shape ``()``, the same on every rank.
         """
 
     def reduce(self, value: Tensor, op: Literal["sum", "mean", "min", "max"]) -> Tensor:
-        """Return ``value`` combined elementwise over ranks, the same on every rank."""
+        """Return ``value`` combined elementwise over the data's ranks, the same on every rank."""
 
     def all_gather(self, value: Tensor, sync_grads: bool = False) -> Tensor:
-        """Return the ranks' values stacked: shape ``(world_size, *value.shape)``."""
+        """Return the data ranks' values stacked: shape ``(data_world_size, *value.shape)``."""
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value`` on every rank."""
+        """Return rank 0's plain ``value`` on every rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's plain ``value``, in the order of ranks, on every rank."""
+
+    def exchange(self, numbers: Tensor) -> Tensor:
+        """Return the elementwise maximum of the ranks' ``numbers``, float64 on the CPU.
+
+        It travels apart from the gradients and waits for no device.
+        """
 
     def barrier(self) -> None:
         """Return when every rank has arrived here."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import IterableDataset
+
 from .data.feed import evaluation_sources, loaders_for, overrides, pipeline, train_source
+from .data.share import Share
 from .data.source import Source
 from .module import Module
 from .rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from .protocols import Strategy
     from .run import Run
 
 
@@ -19,9 +24,60 @@ def read_train(run: Run, given: Mapping[str, Any]) -> Source:
     trainer = run.trainer
     loaders = loaders_for("train", given.get("train"), run.datamodule, run.module)
     sequential, prepare = bool(trainer.overfit_batches), prepare_for(run)(0)
-    return train_source(
-        loaders, trainer.limit_train_batches, sequential, prepare, run.wait, trainer.seed_samples
-    )
+    limit, seeded = trainer.limit_train_batches, trainer.seed_samples
+    source = train_source(loaders, limit, sequential, prepare, run.wait, seeded, share_of(run))
+    if run.strategy.world_size > 1:
+        agree_on_training(source, run.strategy)
+    return source
+
+
+def share_of(run: Run) -> Share:
+    """Return the part of the data that this rank reads."""
+    strategy = run.strategy
+    return Share(strategy.data_rank, strategy.data_world_size, run.trainer.use_distributed_sampler)
+
+
+def agree_on_training(source: Source, strategy: Strategy) -> None:
+    """Let every rank go over as many training batches: as many as the one with the fewest has."""
+    source.seed = strategy.broadcast(source.seed)
+    told = strategy.gather((source.length, source.is_dealt))
+    lengths = [length for length, _ in told]
+    if not all(is_dealt for _, is_dealt in told):
+        tell_not_dealt(source.loader)
+    if any(length is None for length in lengths):
+        source.limit = source.length if source.limit is None else source.limit
+        source.length = None
+
+        def have_all(is_there: bool) -> bool:
+            return not strategy.exchange(torch.tensor([not is_there], dtype=torch.float64)).item()
+
+        source.have_all = have_all
+    elif len(set(lengths)) > 1:
+        source.length = min(lengths)
+        shown = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        rank_zero_warn(
+            f"Ranks have different numbers of training batches ({shown}). Each epoch ends after "
+            f"{source.length}, so that all take part in every step."
+        )
+
+
+def tell_not_dealt(loader: Any) -> None:
+    """Say that a stream is not dealt out, which its data set has to see to."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        rank_zero_warn(
+            f"{type(loader.dataset).__name__} is an IterableDataset: each rank reads all that it "
+            "gives. Let it give a part, by torch.distributed.get_rank() and get_world_size()."
+        )
+
+
+def agree_on_evaluation(sources: list[Source], strategy: Strategy) -> None:
+    """Let every rank know how many batches others have, of each loader."""
+    told = strategy.gather([source.length for source in sources])
+    seeds = strategy.broadcast([source.seed for source in sources])
+    for source, seed, lengths in zip(sources, seeds, zip(*told, strict=True), strict=True):
+        source.seed = seed
+        if None not in lengths:
+            source.rounds, source.common = max(lengths), min(lengths)
 
 
 def reload(run: Run, given: Mapping[str, Any], first: int) -> None:
@@ -55,9 +111,12 @@ def read_evaluation(run: Run, given: Mapping[str, Any]) -> list[Source] | None:
             return None
     limit = getattr(trainer, f"limit_{kind}_batches")
     sequential = in_fit and bool(trainer.overfit_batches)
-    return evaluation_sources(
-        loaders, limit, kind, sequential, prepare_for(run), trainer.seed_samples
+    sources = evaluation_sources(
+        loaders, limit, kind, sequential, prepare_for(run), trainer.seed_samples, share_of(run)
     )
+    if run.strategy.world_size > 1:
+        agree_on_evaluation(sources, run.strategy)
+    return sources
 
 
 def prepare_for(run: Run) -> Callable[[int], Callable[[Any], Any] | None]:

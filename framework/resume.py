@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from . import encoding, rng
 from .callback import Callback
 from .errors import CheckpointError, ConfigError, PluginError, did_you_mean
 from .metric_state import metric_state, restore_metrics
+from .open_step import restore_window, window_state
 from .optimizer_state import (
     optimizer_state,
     replaced_options,
@@ -24,6 +23,7 @@ from .rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from .metrics import Metrics
+    from .protocols import Strategy
     from .run import Run
 
 
@@ -52,7 +52,6 @@ DECISIVE = (
     "check_val_every_n_epoch",
     "reload_dataloaders_every_n_epochs",
     "sync_batchnorm",
-    "world_size",
 )
 """The Trainer's choices that change what training comes to."""
 
@@ -83,11 +82,11 @@ def position(run: Run) -> Position:
 
 
 def of_rank(run: Run) -> dict[str, Any]:
-    """Return what each rank has of its own."""
+    """Return what each rank has of its own, and which part of the data it saw."""
     return {
+        "place": [run.strategy.data_rank, run.strategy.data_world_size],
         "rng": rng.capture(),
         "data": run.train.position(is_used=not run.is_in_step),
-        "window": window_state(run),
         "metrics": metric_state(run),
     }
 
@@ -148,7 +147,7 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any], parts: frozenset[s
     """
     if "callbacks" in parts:
         restore_callbacks(run, checkpoint)
-    own = own_of(checkpoint, run.strategy.rank)
+    own = own_of(checkpoint, run.strategy)
     takes_options = {"schedule", "optimizer"} <= parts
     replaced = replaced_options(run, checkpoint["optimizer_states"]) if takes_options else []
     restore_optimizers(
@@ -160,11 +159,12 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any], parts: frozenset[s
     tell_replaced(replaced)
     if {"weights", "optimizer", "data"} <= parts:
         with taking_over("open optimizer step"):
-            restore_window(run, own.get("window"))
+            restore_window(run, checkpoint.get("window", own.get("window")))
     if "random" in parts and "rng" in own:
         with taking_over("state of random generators"):
             rng.restore(own["rng"])
         run.resumed_rng = own["rng"]
+        tell_dealt_anew(checkpoint, run.strategy)
     if "data" in parts:
         restore_data(run, checkpoint, own)
     elif run.state.batch:
@@ -175,10 +175,49 @@ def restore_progress(run: Run, checkpoint: Mapping[str, Any], parts: frozenset[s
     tell_difference(run, checkpoint.get("trainer", {}))
 
 
-def own_of(checkpoint: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Return what the checkpoint holds of ``rank`` alone; nothing where it was not there."""
+def own_of(checkpoint: Mapping[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return what the checkpoint holds for this rank alone; nothing where others wrote it.
+
+    Where the data was dealt to another number of ranks, the first takes over what all of them had
+    counted, and the others draw from generators of their own.
+    """
     ranks = checkpoint.get("ranks", [])
-    return ranks[rank] if rank < len(ranks) else {}
+    if not ranks:
+        return {}
+    alone = [0, 1]
+    places = [tuple(own.get("place", alone)) for own in ranks]
+    here = (strategy.data_rank, strategy.data_world_size)
+    if strategy.rank < len(ranks) and places[strategy.rank] == here:
+        found = ranks[strategy.rank]
+    elif here in places:
+        found = ranks[places.index(here)]
+    else:
+        return {**ranks[0], **_dealt_anew(ranks, places, strategy.data_rank)}
+    return found | {"metrics": [found["metrics"]]} if "metrics" in found else dict(found)
+
+
+def _dealt_anew(
+    ranks: Sequence[Mapping[str, Any]], places: Sequence[tuple[int, int]], data_rank: int
+) -> dict[str, Any]:
+    """Return what differs from rank 0's where the data is dealt to another number of ranks."""
+    by_place = {place: own for place, own in zip(reversed(places), reversed(ranks), strict=True)}
+    seen = [by_place[place]["metrics"] for place in sorted(by_place)]
+    if data_rank:
+        seen = [{**seen[0], "entries": [], "objects": {}}]
+    return {"metrics": seen, "rng": rng.derived(ranks[0]["rng"], data_rank)}
+
+
+def tell_dealt_anew(checkpoint: Mapping[str, Any], strategy: Strategy) -> None:
+    """Say what cannot go on as it was because the data is dealt to another number of ranks."""
+    ranks = checkpoint.get("ranks", [])
+    saved = ranks[0].get("place", [0, 1])[1] if ranks else strategy.data_world_size
+    if saved != strategy.data_world_size:
+        rank_zero_info(
+            "The checkpoint's data was dealt to %d ranks and now is to %d: what ranks but the "
+            "first draw at random is not what they would have drawn.",
+            saved,
+            strategy.data_world_size,
+        )
 
 
 def restore_data(run: Run, checkpoint: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -250,32 +289,6 @@ def restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
             f"{', '.join(left)}. It is left out; pass the same callbacks to take it over.",
             stacklevel=2,
         )
-
-
-def window_state(run: Run) -> dict[str, Any] | None:
-    """Return what there is of an optimizer step that is not complete, or None between steps."""
-    window = run.window
-    if not window.used:
-        return None
-    gradients = [parameter.grad for parameter in run.parameters()]
-    return {
-        "divisor": window.divisor,
-        "used": window.used,
-        "weight": window.weight,
-        "gradients": gradients,
-    }
-
-
-def restore_window(run: Run, saved: dict[str, Any] | None) -> None:
-    """Take over the part of an optimizer step that the checkpoint was saved in."""
-    if saved is None:
-        return
-    window, device = run.window, run.strategy.device
-    window.open, window.divisor, window.used = True, saved["divisor"], saved["used"]
-    weight = saved["weight"]
-    window.weight = weight.to(device) if isinstance(weight, Tensor) else weight
-    for parameter, gradient in zip(run.parameters(), saved["gradients"], strict=True):
-        parameter.grad = None if gradient is None else gradient.to(device)
 
 
 def stateful(callbacks: Sequence[Any]) -> dict[str, Any]:

@@ -137,6 +137,18 @@ def restore(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
+def derived(state: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a state like ``state``, itself for index 0, that draws otherwise for each index."""
+    if index == 0:
+        return state
+    with isolated():
+        restore(state)
+        reseed(state["torch"].numpy().tobytes() + str(index).encode())
+        if "cuda" in state:
+            torch.cuda.manual_seed_all(torch.initial_seed())
+        return capture()
+
+
 def _restore_numpy(state: dict[str, Any]) -> None:
     import numpy  # the run that saved this state used it, so this one will
 

@@ -22,6 +22,7 @@ from .run_folder import RunFolder
 from .state import State
 
 if TYPE_CHECKING:
+    from .agreement import Agreement
     from .hookspecs import Stage
     from .manager import Hooks
     from .trainer import Trainer
@@ -46,10 +47,10 @@ class LossWatch:
     """Counts losses that are not finite, and decides what becomes of them."""
 
     def __init__(
-        self, state: State, policy: Literal["continue", "skip", "stop"], device: torch.device
+        self, state: State, policy: Literal["continue", "skip", "stop"], strategy: Strategy
     ) -> None:
-        self.state = state
-        note = self._look if device.type == "cpu" else self._note
+        self.state, self.strategy = state, strategy
+        note = self._look if strategy.device.type == "cpu" else self._note
         self.accept = {"continue": note, "skip": self._skip, "stop": self._stop}[policy]
         self._unread: list[Tensor] = []
 
@@ -65,7 +66,8 @@ class LossWatch:
         return True
 
     def _skip(self, loss: Tensor) -> bool:
-        finite = bool(torch.isfinite(loss))
+        # A batch is left out on every rank or on none: gradients are exchanged together.
+        finite = bool(self.strategy.reduce(torch.isfinite(loss).to(loss.dtype), "min"))
         if not finite:
             self._count(1)
         return finite
@@ -137,6 +139,7 @@ class Run:
     metrics: Metrics
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     folder: RunFolder
+    agreement: Agreement = None  # type: ignore[assignment]
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     """What a checkpoint holds of them, encoded."""
 
@@ -171,6 +174,8 @@ class Run:
     began: float = 0.0
     """Where ``perf_counter`` stood when this fit's elapsed time was zero."""
     is_last_batch: bool = False
+    is_synced: bool = True
+    """Whether backward averages gradients over ranks, as the strategy was last told."""
     is_in_step: bool = False
     """Whether a batch has begun to change what a checkpoint holds, and has not been counted."""
     epoch_is_skipped: bool = False

@@ -13,6 +13,7 @@ from . import choices
 from .data.transfer import mapped
 from .errors import LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
+from .rank_zero import rank
 from .state import State
 from .training import expected_steps
 
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
     from .run import Evaluation, Run
 
 
-GONE = {
-    "fit_loop": "trainer.state for the progress, and max_epochs and max_steps of the Trainer",
-    "validate_loop": "what trainer.validate returns, or trainer.callback_metrics",
-    "predict_loop": "what trainer.predict returns",
-    "progress_bar_dict": "trainer.progress_bar_metrics",
-    "root_gpu": "trainer.strategy.device",
-    "gpus": "trainer.num_devices",
-    "init_module": "torch.device as a context, or configure_model",
-    "evaluating": "trainer.validating or trainer.testing",
-}
-"""What Lightning's Trainer has or had, and where it is here."""
-
-
 class RunView:
     """Read-through properties: nothing here is kept twice."""
 
@@ -45,11 +33,13 @@ class RunView:
     logger_choices: list[Any]
     precision_choice: Any
     devices: int | list[int]
+    num_nodes: int
     is_running: bool = False
     """Whether a method of the Trainer is at work."""
 
     def __getattr__(self, name: str) -> Any:
-        hint = f" Use {GONE[name]}." if name in GONE else did_you_mean(name, dir(type(self)))
+        gone = choices.GONE
+        hint = f" Use {gone[name]}." if name in gone else did_you_mean(name, dir(type(self)))
         raise AttributeError(f"Trainer has no attribute {name!r}.{hint}")
 
     def _current(self) -> Run:
@@ -78,11 +68,12 @@ class RunView:
     @property
     def should_stop(self) -> bool:
         """Whether training ends at the next step boundary. Set it to True, or to a reason."""
-        return self._state.stop is not None
+        return self._run.agreement.is_asked() if self._run else self._state.stop is not None
 
     @should_stop.setter
     def should_stop(self, reason: bool | str) -> None:
-        self._state.stop = ("trainer.should_stop was set" if reason is True else reason) or None
+        why = ("trainer.should_stop was set" if reason is True else reason) or None
+        self._run.agreement.ask(why) if self._run else setattr(self._state, "stop", why)
 
     def skip_epoch(self) -> None:
         """End the current epoch before its next batch; it counts as complete."""
@@ -246,13 +237,13 @@ class RunView:
 
     @property
     def world_size(self) -> int:
-        """Processes in the run."""
-        return self._run.strategy.world_size if self._run else 1
+        """Processes in the run, or in the one to come."""
+        return self._run.strategy.world_size if self._run else self.num_devices * self.num_nodes
 
     @property
     def global_rank(self) -> int:
         """Index of this process among all."""
-        return self._run.strategy.rank if self._run else 0
+        return self._run.strategy.rank if self._run else rank()
 
     @property
     def local_rank(self) -> int:

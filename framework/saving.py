@@ -8,20 +8,25 @@ What differs between ranks is in ``ranks``, an entry for each.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from . import encoding, foreign, hparams, rng
 from .errors import CheckpointError, did_you_mean
 from .manager import Registry
 from .manifest import FORMAT, manifest
+from .open_step import shared_window
 from .optimizer_state import clean, optimizer_state
 from .resume import choices_of, of_rank, stateful
+from .shards import laid_out, together
 
 if TYPE_CHECKING:
-    from .protocols import Checkpointer
+    from .protocols import Checkpointer, Strategy
     from .run import Run
 
 OWN = frozenset(
@@ -41,6 +46,7 @@ OWN = frozenset(
         "callbacks",
         "loggers",
         "ranks",
+        "window",
         "datamodule",
     ]
 )
@@ -61,6 +67,7 @@ SHAPE: dict[str, type | tuple[type, ...]] = {
     ),
     **dict.fromkeys(("optimizer_states", "lr_schedulers", "loggers", "ranks"), list),
     "folder": (str, type(None)),
+    "window": (dict, type(None)),
 }
 """What some entries are, which a damaged or foreign file may hold otherwise."""
 
@@ -82,7 +89,10 @@ def misshapen(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
-    """Return the checkpoint of ``run`` as it stands.
+    """Return the checkpoint of ``run`` as it stands; every rank takes part.
+
+    Rank 0's is the one to be written. Tensors that lie in parts on several ranks are whole in it,
+    and empty shells elsewhere, unless the run's checkpointer takes each rank's parts.
 
     Args:
         run: The run to save.
@@ -112,8 +122,9 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
                 key: as_data(callback.state_dict(), f"The state_dict() of {key}")
                 for key, callback in stateful(run.callbacks).items()
             },
-            "loggers": [logger.state_dict() for logger in run.loggers],
-            "ranks": [of_rank(run)],
+            "loggers": [log.state_dict() for log in run.loggers if run.strategy.rank == 0],
+            "ranks": _of_all(of_rank(run), run.strategy),
+            "window": shared_window(run),
         }
         if run.datamodule is not None:
             state_dict = run.datamodule.state_dict()
@@ -123,12 +134,26 @@ def gathered(run: Run, weights_only: bool = False) -> dict[str, Any]:
     added = {name: value for name, value in checkpoint.items() if name not in OWN}
     checkpoint |= as_data(added, "What on_save_checkpoint added")
     try:
-        return encoding.readable(checkpoint)  # type: ignore[no-any-return]
+        checkpoint = encoding.readable(checkpoint)
     except encoding.NotData as error:
         raise CheckpointError(
             f"The checkpoint's {error} Let the state_dict() it comes from hold tensors and plain "
             "values alone."
         ) from error
+    takes_parts = getattr(run.checkpointer, "is_sharded", False)
+    return checkpoint if takes_parts else together(checkpoint, run.strategy)
+
+
+def _of_all(own: dict[str, Any], strategy: Strategy) -> list[dict[str, Any]]:
+    """Return on rank 0 what each rank has of its own; elsewhere nothing."""
+    if strategy.world_size == 1:
+        return [own]
+    packed = BytesIO()
+    torch.save(own, packed)  # plain pickle fails for some dtypes
+    told = strategy.gather(packed.getvalue())
+    if strategy.rank != 0:
+        return []
+    return [torch.load(BytesIO(one), map_location="cpu", weights_only=True) for one in told]
 
 
 def as_data(value: dict[str, Any], what: str) -> dict[str, Any]:
@@ -146,11 +171,20 @@ def as_data(value: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def save(run: Run, path: str, weights_only: bool = False) -> None:
-    """Write the checkpoint of ``run`` at ``path``."""
+    """Write the checkpoint of ``run`` at ``path``; every rank takes part, and learns of failure."""
     checkpoint = gathered(run, weights_only)
-    if run.strategy.rank == 0:
+    if getattr(run.checkpointer, "is_sharded", False):
         run.checkpointer.save(checkpoint, path)
-    run.strategy.barrier()
+        return
+    error = None
+    if run.strategy.rank == 0:
+        try:
+            run.checkpointer.save(checkpoint, path)
+        except Exception as failure:
+            error = failure
+    told = run.strategy.broadcast(error)
+    if told is not None:
+        raise error or told
 
 
 def checkpointer_for(path: str, storage_options: Mapping[str, Any] | None = None) -> Checkpointer:
@@ -165,13 +199,20 @@ def checkpointer_for(path: str, storage_options: Mapping[str, Any] | None = None
     return made
 
 
-def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
+def load(
+    checkpointer: Checkpointer, path: str, read: Callable[[str], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Return the checkpoint at ``path``, on the CPU.
+
+    Args:
+        checkpointer: What wrote it.
+        path: Where it is.
+        read: What reads it instead of the checkpointer's ``load``.
 
     Raises:
         CheckpointError: There is none, it is damaged, or a newer leyden wrote it.
     """
-    checkpoint = foreign.load(checkpointer, path)
+    checkpoint = foreign.load(checkpointer, path, read or checkpointer.load)
     if damaged := misshapen(checkpoint):
         raise CheckpointError(
             f"{path!r} is damaged: its {', '.join(map(repr, damaged))} is not what a Trainer saves."
@@ -188,6 +229,23 @@ def load(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     return checkpoint | added
 
 
+def view(checkpointer: Checkpointer, path: str, is_verified: bool = False) -> dict[str, Any]:
+    """Return the checkpoint at ``path`` for a run, which takes of each tensor the part it needs.
+
+    Where the checkpointer can, tensors stay in the file until they are used.
+
+    Args:
+        checkpointer: What wrote it.
+        path: Where it is.
+        is_verified: Whether another rank has read all of it already.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or a newer leyden wrote it.
+    """
+    own = getattr(checkpointer, "view", None)
+    return load(checkpointer, path, own and partial(own, is_verified=is_verified))
+
+
 def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
     """Load the checkpoint's weights into ``module``, whichever of its parts are compiled.
 
@@ -200,8 +258,11 @@ def restore_weights(module: nn.Module, checkpoint: Mapping[str, Any], strict: bo
             f"This file holds no 'state_dict'; it holds {sorted(map(str, checkpoint))}. Pass a "
             "checkpoint that a Trainer saved."
         )
-    own = {clean(name): name for name in module.state_dict()}
-    named = {own.get(clean(name), name): tensor for name, tensor in saved.items()}
+    own = {clean(name): (name, tensor) for name, tensor in module.state_dict().items()}
+    named = {}
+    for name, tensor in saved.items():
+        key, like = own.get(clean(name), (name, None))
+        named[key] = laid_out(tensor, like)
     try:
         module.load_state_dict(named, strict=strict)
     except RuntimeError as error:

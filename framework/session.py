@@ -34,7 +34,7 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
     """
     refuse_nested(trainer, request.module)
     run = trainer._run = assemble(trainer, request)
-    trainer.is_running, trainer.folder = True, run.folder
+    trainer.is_running = True
     status: Status = "failed"
     if request.stage == "fit":
         run.state.stop = None
@@ -57,6 +57,8 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
             take_down(run, status)
         finally:
             trainer.is_running = False
+    # One that came after the last batch has changed nothing, and is answered all the same.
+    run.interrupted_by = run.interrupted_by or run.agreement.signal
     if run.interrupted_by is not None and not is_interactive():
         requeue_if_cut(run)
         raise SystemExit(exit_code(run.interrupted_by))

@@ -42,14 +42,12 @@ class Signals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        run = self._run
+        run, before = self._run, self._run.agreement.signal
         # A stream closed in another thread has left this handler behind.
-        if run.interrupted_by is None and run.trainer.is_running:
-            run.interrupted_by = number
-            # Who had asked to stop before has ended the training; it is not cut.
-            run.state.stop = run.state.stop or reason(number)
+        if run.trainer.is_running and run.agreement.note(number):
+            return
         # Slurm's SIGTERM at the limit asks for nothing new, and the save may be under way.
-        elif (run.interrupted_by, number) != (USR1, signal.SIGTERM):
+        if (before, number) != (USR1, signal.SIGTERM):
             self.__exit__()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

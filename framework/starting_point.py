@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import locations, resume, saving
@@ -101,7 +102,7 @@ def newest(
         if checkpointer.manifest(path).get("kind") != "training":
             continue
         try:
-            return path, saving.load(checkpointer, path)
+            return path, saving.view(checkpointer, path)
         except CheckpointError as error:
             rank_zero_warn(f"'auto' passes over {path}, and takes the one before. {error}")
     return None
@@ -114,6 +115,7 @@ def read_checkpoint(
     path: str | None,
     required: frozenset[str],
     owner: str,
+    on_first: Callable[[Callable[[], Any]], Any],
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Return the path and the content of the checkpoint a run starts from, or None for both.
 
@@ -124,21 +126,31 @@ def read_checkpoint(
         path: A path, ``"auto"`` or None.
         required: Parts that it must have.
         owner: The Module's class, for messages.
+        on_first: Calls on rank 0, and returns what it returned there on every rank.
 
     Raises:
         CheckpointError: It cannot be read, or lacks a part.
     """
     if path is None:
         return None, None
-    if path == "auto":
-        found = newest(trainer, checkpointer, savers)
-        if found is None:
-            looked_in = ", ".join(folders(trainer, savers))
-            rank_zero_info("No checkpoint to go on from in %s: training begins.", looked_in)
-            return None, None
-        path, checkpoint = found
-    else:
-        checkpoint = saving.load(checkpointer, path)
+    own: list[dict[str, Any]] = []
+
+    def verified(asked: str) -> str | None:
+        found: tuple[str, dict[str, Any]] | None
+        if asked == "auto":
+            found = newest(trainer, checkpointer, savers)
+        else:
+            found = asked, saving.view(checkpointer, asked)
+        own.extend([found[1]] if found else [])
+        return found[0] if found else None
+
+    chosen = on_first(partial(verified, path))  # rank 0 reads all; the others rely on that
+    if chosen is None:
+        looked_in = ", ".join(folders(trainer, savers))
+        rank_zero_info("No checkpoint to go on from in %s: training begins.", looked_in)
+        return None, None
+    path = str(chosen)
+    checkpoint = own[0] if own else saving.view(checkpointer, path, is_verified=True)
     rank_zero_info("Taking up %s", path)
     resume.require_progress(checkpoint, owner, required)
     if not checkpoint.get("leyden", {}).get("exact", True):
@@ -148,7 +160,7 @@ def read_checkpoint(
 
 def _inexact(path: str, checkpoint: dict[str, Any]) -> str:
     batch, epoch = checkpoint["state"]["batch"], checkpoint["state"]["epoch"]
-    data = resume.own_of(checkpoint, 0).get("data", {})
+    data = checkpoint["ranks"][0].get("data", {})
     becomes = "trained again" if data.get("batches", batch) == batch else "left out"
     return (
         f"{path} was saved when an error had ended batch {batch} of epoch {epoch} half-way. The "

@@ -35,7 +35,9 @@ def train_batch(run: Run, batch: Any, batch_idx: int, closes: bool) -> Any:
     """
     window = run.window
     # Set before the forward, so that accumulation needs no second code path.
-    run.strategy.sync_gradients(closes)
+    if closes is not run.is_synced:
+        run.is_synced = closes
+        run.strategy.sync_gradients(closes)
     result = run.training_step(batch, batch_idx)
     plain = isinstance(result, Tensor) and result.ndim == 0
     loss = result if plain else loss_of(run, result)
@@ -44,7 +46,9 @@ def train_batch(run: Run, batch: Any, batch_idx: int, closes: bool) -> Any:
         if not plain or window.weight is not None:
             differentiate(run, share_of(run, result, loss))
         else:
-            differentiate(run, loss if window.divisor == 1 else loss / window.divisor)
+            # A rank whose part of the global batch is larger than others' counts for more.
+            divisor = window.divisor / run.train.share_factor
+            differentiate(run, loss if divisor == 1 else loss / divisor)
         window.used += 1
 
     if closes:
@@ -152,6 +156,7 @@ def differentiate(run: Run, loss: Tensor) -> None:
     """
     for hook in run.hooks.on_before_backward:
         hook(run.trainer, run.module, loss)
+    run.agreement.backwards += 1
     try:
         run.backward(loss)
     except RuntimeError as error:
@@ -219,6 +224,9 @@ def step_schedule(run: Run, config: SchedulerConfig) -> None:
         assert config.monitor is not None, "configured() refuses it"
         known = run.metrics.read().callback
         metric = known.get(config.monitor)
+        if run.strategy.world_size > 1:
+            # A step's value is its rank's own, and rates must not part.
+            metric = run.strategy.broadcast(None if metric is None else float(metric))
         if metric is None:
             if config.strict and not (run.evaluations and run.state.validations == 0):
                 raise unknown(

@@ -13,6 +13,7 @@ from . import choices, loop, parts, results, resume, saving
 from .errors import ConfigError
 from .explanation import explanation
 from .hookspecs import Stage
+from .limits import Limits
 from .manager import Registry
 from .metrics import to_floats
 from .protocols import Checkpointer, Precision, Strategy
@@ -20,14 +21,13 @@ from .results import FitResult
 from .run import Run
 from .run_folder import RunFolder, script_name
 from .run_view import RunView
-from .schedule import check_interval
 from .session import session
 from .starting_point import chosen_checkpoint
 from .state import State
 from .wiring import Request
 
 
-class Trainer(RunView):
+class Trainer(Limits, RunView):
     """Choices for training and evaluating Modules, checked when made.
 
     Args:
@@ -135,14 +135,14 @@ class Trainer(RunView):
         checkpointer: Any = "file",
         **unexpected: Any,
     ) -> None:
+        given = dict(locals())
         choices.unexpected(unexpected, Trainer.__init__.__annotations__)
-        whole, batches = choices.whole, choices.batches
-        one_of, switch = choices.one_of, choices.switch
-        self.registry = Registry(parts.listed(plugins))
+        switch = choices.switch
+        self.registry = Registry(choices.listed(plugins))
         self.registry.check()
         self.accelerator = parts.accelerator(accelerator)
         self.devices = choices.device_count(devices)
-        self.num_nodes = whole("num_nodes", num_nodes, 1)
+        self.num_nodes = choices.whole("num_nodes", num_nodes, 1)
         strategy = "single_device" if strategy == "auto" else strategy
         precision = choices.precision_name(precision)
         self.strategy_choice = parts.named(self.registry, "strategy", strategy, Strategy)
@@ -151,56 +151,14 @@ class Trainer(RunView):
             self.registry, "checkpointer", checkpointer, Checkpointer
         )
 
-        dev = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
-        self.fast_dev_run = whole("fast_dev_run", dev, 0, none=0)
-        self.max_epochs = whole("max_epochs", max_epochs, 0, unlimited=True)
-        self.min_epochs = whole("min_epochs", min_epochs, 0, none=0)
-        self.max_steps = whole("max_steps", max_steps, 0, unlimited=True)
-        self.min_steps = whole("min_steps", min_steps, 0, none=0)
-        if max_epochs is None and self.max_steps is None and max_time is None:
-            self.max_epochs = 1000
-        self.limit_train_batches = batches("limit_train_batches", limit_train_batches)
-        self.limit_val_batches = batches("limit_val_batches", limit_val_batches)
-        self.limit_test_batches = batches("limit_test_batches", limit_test_batches)
-        self.limit_predict_batches = batches("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = batches("overfit_batches", overfit_batches or 0)
-        if self.overfit_batches:
-            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
-        self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
-        self.check_val_every_n_epoch = whole("check_val_every_n_epoch", check_val_every_n_epoch, 1)
-        check_interval(self.val_check_interval, self.check_val_every_n_epoch)
-        moments = (one_of("validate_at", m, ("start", "end")) for m in parts.listed(validate_at))
-        self.validate_at = frozenset(moments)
-        sanity = whole("num_sanity_val_steps", num_sanity_val_steps, 0, none=2, unlimited=True)
-        self.num_sanity_val_steps = 2**31 if sanity is None else sanity
-        self.log_every_n_steps = whole("log_every_n_steps", log_every_n_steps, 1, none=50)
-
-        window = whole("accumulate_grad_batches", accumulate_grad_batches, 1, none=1)
-        self.accumulate_grad_batches = window
-        self.gradient_clip_val = choices.positive("gradient_clip_val", gradient_clip_val)
-        self.gradient_clip_algorithm = one_of(
-            "gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value")
-        )
-        self.deterministic = one_of("deterministic", deterministic, (None, False, True, "warn"))
-        self.benchmark = benchmark if benchmark is None else switch("benchmark", benchmark)
-        self.inference_mode = switch("inference_mode", inference_mode, True)
-        self.detect_anomaly = switch("detect_anomaly", detect_anomaly)
-        self.nonfinite_loss = one_of("nonfinite_loss", nonfinite_loss, ("continue", "skip", "stop"))
-        self.seed_samples = one_of("seed_samples", seed_samples, ("batch", "sample", False))
-        self.reload_dataloaders_every_n_epochs = whole(
-            "reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, 0
-        )
-        self.use_distributed_sampler = switch("use_distributed_sampler", use_distributed_sampler)
-        self.sync_batchnorm = switch("sync_batchnorm", sync_batchnorm)
+        self._take(given)
         self.default_root_dir = str(default_root_dir or "runs")
         self.name = str(name or script_name())
         self.ckpt_path: str | None = None
-        if self.fast_dev_run:
-            choices.try_everything_briefly(self)
-        self.logger_choices = parts.loggers(self.registry, False if dev else logger)
+        self.logger_choices = parts.loggers(self.registry, False if self.fast_dev_run else logger)
         self._callbacks = parts.callbacks(
             self.registry,
-            parts.listed(callbacks),
+            choices.listed(callbacks),
             model_checkpoint=switch("enable_checkpointing", enable_checkpointing, True)
             and not self.fast_dev_run,
             progress=switch("enable_progress_bar", enable_progress_bar, True),

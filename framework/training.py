@@ -143,6 +143,8 @@ def _backward_by_hand(
         run.losses.accept(loss)
     for hook in run.hooks.on_before_backward:
         hook(run.trainer, run.module, loss)
+    run.strategy.prepare_backward(loss)
+    run.agreement.backwards += 1
     backward(loss, *args, **kwargs)
     for hook in run.hooks.on_after_backward:
         hook(run.trainer, run.module)

@@ -17,6 +17,7 @@ from .errors import CheckpointError, did_you_mean
 from .optimizer_state import clean
 from .protocols import Checkpointer
 from .saving import checkpointer_for
+from .shards import laid_out
 
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Old names, or beginnings of names, to new ones; a function returns None to leave a weight out."""
@@ -82,8 +83,10 @@ def load_weights(
         ignore: Patterns such as ``"head.*"``, of the file's names or the module's, to leave alone.
 
     Raises:
-        CheckpointError: The file cannot be read, nothing in it matches, or not all with ``strict``.
+        CheckpointError: The file cannot be read, nothing in it matches, or not all with ``strict``;
+            or the module has no memory yet.
     """
+    _require_memory(module)
     saved = read_weights(checkpointer_for(str(path)), str(path))
     named, ignored = _named(saved, str(path), prefix, rename, ignore)
     own = {clean(name): (name, t) for name, t in module.state_dict(keep_vars=True).items()}
@@ -94,12 +97,27 @@ def load_weights(
             f"The weights do not fit {type(module).__name__}.\n{report}\n{report.hint}Match them "
             f"with prefix=, rename= or ignore={part}."
         )
-    fitting = {own[name][0]: named[name] for name in report.matched if name in named}
+    fitting = {
+        own[name][0]: laid_out(named[name], own[name][1])
+        for name in report.matched
+        if name in named
+    }
     try:
         module.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{type(module).__name__} refuses the weights: {error}") from error
     return report
+
+
+def _require_memory(module: nn.Module) -> None:
+    """Refuse to copy weights into parameters that are only described."""
+    described = [name for name, t in module.state_dict(keep_vars=True).items() if t.is_meta]
+    if described:
+        raise CheckpointError(
+            f"{type(module).__name__} has no memory for {_some(described)} yet: the strategy makes "
+            "it after configure_model, each rank that of its part. Call load_weights in "
+            "on_fit_start."
+        )
 
 
 def _named(
@@ -130,13 +148,15 @@ def _named(
 def read_weights(checkpointer: Checkpointer, path: str) -> dict[str, Any]:
     """Return the weights at ``path`` by name, on the CPU, whoever wrote them.
 
+    They stay in the file until they are used where that can be.
+
     Raises:
         CheckpointError: The file cannot be read, or holds none.
     """
-    if path.endswith(tensor_files.ENDING):
+    if path.endswith((tensor_files.ENDING, tensor_files.INDEX)):
         return dict(tensor_files.read(path, getattr(checkpointer, "storage_options", None)))
     try:
-        found = checkpointer.load(path)
+        found = getattr(checkpointer, "view", checkpointer.load)(path)
     except CheckpointError as refused:
         found, _ = foreign.without_objects(checkpointer, path, refused)
     weights = weights_in(found)

@@ -1,15 +1,14 @@
 """Turn a Trainer's choices into a Run. Every decision that depends on them is taken here, once.
 
-The order, which plugins may rely on: prepare_data → setup → configure_model → the precision
-converts → the strategy places → weights are restored → data → configure_optimizers → the rest is
-restored → the steps are prepared.
+The order, which plugins may rely on: the strategy connects → prepare_data → setup →
+configure_model, on the meta device where sharded → the precision converts → layers are split over
+ranks → the strategy places: moves, shards or wraps → weights are restored → data →
+configure_optimizers → the rest is restored → the steps are prepared.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import hparams, resume, saving
+from . import hparams, resume, rng, saving
+from .agreement import Alone, Together, on_first
 from .callback import Callback
 from .data.feed import overrides, require_step
-from .data.source import Source
 from .errors import ModuleError
+from .evaluations import wire_evaluations
 from .hook_names import check_module, owner_of
 from .hookspecs import Stage
 from .implementations import implementations, in_order, of_module, refuse_twice
@@ -31,12 +31,12 @@ from .metrics import Metrics
 from .module import Module
 from .overrides import DataHooks, TrainingHooks
 from .parts import with_module_callbacks
+from .prepared import prepared
 from .protocols import Checkpointer, Logger, Precision, Strategy
 from .rank_zero import rank_zero_info, rank_zero_warn
-from .reading import read_evaluation, read_train, reload
-from .run import Evaluation, LossWatch, Run
+from .reading import read_train, reload
+from .run import LossWatch, Run
 from .run_folder import RunFolder
-from .schedule import make_schedule
 from .starting_point import home, read_checkpoint
 from .training import wire_optimizers
 
@@ -75,21 +75,13 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         "checkpointer", trainer.checkpointer_choice, Checkpointer
     )
     callbacks = with_module_callbacks(trainer._callbacks, module)
-    trainer.ckpt_path, request.checkpoint = read_checkpoint(
-        trainer,
-        checkpointer,
-        [one for one in callbacks if hasattr(one, "best_model_path")],
-        request.ckpt_path,
-        request.restore if request.stage == "fit" else frozenset(["weights"]),
-        type(module).__name__,
-    )
     parts = [strategy, precision, checkpointer, *trainer.logger_choices]
     hooks = hooks_of(trainer, callbacks, parts, module, request.datamodule)
     # One that was passed as a plugin keeps its state like the others.
     callbacks = [p for p, _ in trainer.registry.plugins if isinstance(p, Callback)] + callbacks
     resume.stateful(callbacks)
     sizer = module.count_samples if overrides(module, "count_samples", Module) else None
-    return Run(
+    run = Run(
         trainer=trainer,
         module=module,
         datamodule=request.datamodule,
@@ -102,8 +94,10 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         loggers=list(trainer.logger_choices),
         callbacks=callbacks,
         metrics=Metrics(sizer),
-        folder=folder_of(trainer, request),
+        folder=folder_of(trainer),
     )
+    run.agreement = Alone(run)
+    return run
 
 
 def hooks_of(
@@ -126,15 +120,11 @@ def hooks_of(
     return Hooks(in_order(found))
 
 
-def folder_of(trainer: Trainer, request: Request) -> RunFolder:
-    """Return the run's folder: the one it goes on in, or the one a logger or nobody names.
+def folder_of(trainer: Trainer) -> RunFolder:
+    """Return the folder of a run: the one a logger names, or a new one.
 
-    A run goes on in the folder of the run whose checkpoint it resumes, and all runs of a Trainer
-    in one folder until it is given another Module to train.
+    All runs of a Trainer are in one until it is given another Module to train.
     """
-    saved = (request.checkpoint or {}).get("folder") if request.takes("counters") else None
-    if saved and Path(saved).is_dir():
-        return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(saved))
     if trainer.folder is not None:
         return trainer.folder
     for logger in trainer.logger_choices:
@@ -142,6 +132,14 @@ def folder_of(trainer: Trainer, request: Request) -> RunFolder:
         if trainer._run is None and logger.log_dir is not None:
             return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(logger.log_dir))
     return RunFolder(*home(trainer))
+
+
+def folder_resumed(trainer: Trainer, request: Request) -> RunFolder | None:
+    """Return the folder of the run whose checkpoint is resumed, if it is there."""
+    saved = (request.checkpoint or {}).get("folder") if request.takes("counters") else None
+    if saved and Path(saved).is_dir():
+        return RunFolder(trainer.default_root_dir, trainer.name, existing=Path(saved))
+    return None
 
 
 def wire(run: Run, request: Request) -> None:
@@ -152,21 +150,26 @@ def wire(run: Run, request: Request) -> None:
     if run.datamodule is not None:
         run.datamodule.trainer = trainer
     check_steps(run, request)
-    run.strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    join(run, request)
     run.precision.connect(run.strategy.device)
     run.hyperparameters = encoded_hyperparameters(run)
     open_loggers(run, request.checkpoint if request.takes("counters") else None)
     for owner in (run.datamodule, module):
-        if owner is not None and overrides(owner, "prepare_data"):
+        if owner is not None and overrides(owner, "prepare_data") and run.strategy.local_rank == 0:
             owner.prepare_data()
+    run.strategy.barrier()
     before = dict(module.named_parameters()) if has_run else {}
     for hook in run.hooks.setup:
         hook(trainer, module, run.stage)
     if request.checkpoint is None:
         refuse_lost(module, before)
 
-    module._configure_once()
+    with run.strategy.creating():
+        module._configure_once()
     run.precision.convert_module(module)
+    run.strategy.parallelize(module)
+    if trainer.sync_batchnorm:
+        run.strategy.sync_batchnorm(module)
     run.strategy.place(module, run.precision)
     if request.checkpoint is not None:
         for hook in run.hooks.on_load_checkpoint:
@@ -176,10 +179,31 @@ def wire(run: Run, request: Request) -> None:
 
     if run.stage == "fit":
         wire_training(run, request)
-        for logger in run.loggers if run.strategy.rank == 0 else ():
+        # To trace a forward takes every rank where parameters are sharded.
+        traces = run.strategy.rank == 0 and not run.strategy.is_lockstep
+        for logger in run.loggers if traces else ():
             logger.log_graph(module)
-    wire_evaluations(run, request)
+    wire_evaluations(run, request.loaders)
     announce(run)
+
+
+def join(run: Run, request: Request) -> None:
+    """Find the other ranks, and begin where and from what all of them do."""
+    trainer, strategy = run.trainer, run.strategy
+    strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    if strategy.world_size > 1:
+        run.agreement = Together(run)
+        run.metrics.join(strategy)
+    trainer.ckpt_path, request.checkpoint = read_checkpoint(
+        trainer,
+        run.checkpointer,
+        [one for one in run.callbacks if hasattr(one, "best_model_path")],
+        request.ckpt_path,
+        request.restore if request.stage == "fit" else frozenset(["weights"]),
+        type(run.module).__name__,
+        partial(on_first, strategy),
+    )
+    run.folder = trainer.folder = folder_resumed(trainer, request) or run.folder
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:
@@ -259,7 +283,7 @@ def wire_training(run: Run, request: Request) -> None:
     run.log_every_n_steps = trainer.log_every_n_steps
     run.sanity_batches = trainer.num_sanity_val_steps
     run.accumulate = trainer.accumulate_grad_batches
-    run.losses = LossWatch(state, trainer.nonfinite_loss, run.strategy.device)
+    run.losses = LossWatch(state, trainer.nonfinite_loss, run.strategy)
 
     if request.checkpoint is not None and request.takes("counters"):
         resume.restore_counters(run, request.checkpoint)
@@ -290,89 +314,20 @@ def wire_training(run: Run, request: Request) -> None:
     if trainer.reload_dataloaders_every_n_epochs:
         run.reload = partial(reload, run, request.loaders, state.epoch)
 
+    if run.resumed_rng is None and run.strategy.world_size > 1:
+        draw_apart(run)
     step = prepared(run, "training_step")
     run.training_step = request.compile_step(step) if request.compile_step else step
 
 
+def draw_apart(run: Run) -> None:
+    """Let ranks that see different data draw differently, and those that see the same alike."""
+    seed, state = run.strategy.broadcast(torch.initial_seed()), run.state
+    rng.reseed(f"{seed} {run.strategy.data_rank} {state.total_batches}".encode())
+
+
 def _unlimited(limit: int | None) -> float:
     return float("inf") if limit is None else limit
-
-
-def prepared(run: Run, name: str) -> Callable[..., Any]:
-    """Return the Module's method ``name`` as strategy and precision run it.
-
-    A step that takes fewer of ``(batch, batch_idx, dataloader_idx)`` is passed fewer.
-    """
-    method = getattr(run.module, name)
-    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-        raise ModuleError(
-            f"{type(run.module).__name__}.{name} is async or has a yield, so calling it runs "
-            "nothing of it. Define it with def, and return its result."
-        )
-    step = run.precision.wrap(run.strategy.prepare(run.module, name))
-    parameters = list(inspect.signature(getattr(run.module, name)).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) >= 2:
-        return step
-    if len(positional) == 1:
-        return lambda batch, *_: step(batch)
-    raise ModuleError(
-        f"{type(run.module).__name__}.{name}{inspect.signature(getattr(run.module, name))} takes "
-        "no batch. Define it with (self, batch, batch_idx)."
-    )
-
-
-def wire_evaluations(run: Run, request: Request) -> None:
-    """Connect the validation of a fit, or the evaluation that the run is."""
-    trainer = run.trainer
-    phase = "validate" if run.stage == "fit" else run.stage
-    sources = read_evaluation(run, request.loaders)
-    if sources is None:
-        return
-    run.evaluations[phase] = evaluation(run, phase, sources)
-    if run.stage == "fit":
-        run.validate_at = trainer.validate_at
-        run.validation_due = make_schedule(
-            trainer.val_check_interval, trainer.check_val_every_n_epoch, run.train.length
-        )
-    else:
-        run.phase = phase
-
-
-def evaluation(run: Run, phase: Any, sources: list[Source]) -> Evaluation:
-    """Return an evaluation in ``phase`` with the hooks that belong to it."""
-    name = {"validate": "validation"}.get(phase, phase)
-    moments = (
-        "start",
-        "model_eval",
-        "epoch_start",
-        "batch_start",
-        "batch_end",
-        "epoch_end",
-        "end",
-        "model_train",
-    )
-    hooks = {f"on_{m}": getattr(run.hooks, f"on_{name}_{m}") for m in moments}
-    mode: Callable[[], AbstractContextManager[Any]] = (
-        torch.inference_mode if run.trainer.inference_mode else torch.no_grad
-    )
-    return Evaluation(
-        phase=phase,
-        step=prepared(run, f"{name}_step"),
-        sources=sources,
-        no_grad=mode,
-        takes_index=takes_index(getattr(run.module, f"{name}_step"), len(sources) > 1),
-        **hooks,
-    )
-
-
-def takes_index(step: Callable[..., Any], several: bool) -> bool:
-    """Say if an evaluation's step is passed its loader's index: needed, or there are several."""
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return several
-    third = [p for p in parameters if p.kind is not p.KEYWORD_ONLY][2:3]
-    return any(several or p.default is p.empty for p in third if p.kind is not p.VAR_KEYWORD)
 
 
 def announce(run: Run) -> None:

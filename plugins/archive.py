@@ -143,6 +143,29 @@ def read(file: IO[bytes], map_location: Any) -> Any:
                 summed.result()  # damage is what explains any other error
 
 
+def view(file: IO[bytes], is_verified: bool = False) -> Any:
+    """Return what ``file``, a local one, holds; its tensors stay in it until they are used.
+
+    They are the process's own: what is written to them never reaches the file.
+
+    Args:
+        file: As for `read`.
+        is_verified: Whether all of it was read before, and was as it was written.
+
+    Raises:
+        Damaged: As in `read`.
+    """
+    if file.read(len(_BEFORE_ARCHIVES)) == _BEFORE_ARCHIVES:
+        file.seek(0)
+        return read(file, "cpu")  # nothing of it can be mapped
+    size = file.seek(0, 2)
+    entries = _manifest_of(file, size)
+    _has_sound_pickle(file, size)
+    if entries is not None and not is_verified:
+        _check_sum(file, entries)
+    return torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+
+
 def _has_sound_pickle(file: IO[bytes], size: int) -> bool:
     """Return whether the archive's own checksum fits its pickle.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -128,8 +129,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _plain(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if _is_plain(value):
-            yield value
+        local = _local(value)
+        if _is_plain(local):
+            yield local
     elif isinstance(value, dict):
         for entry in value.values():
             yield from _plain(entry)
@@ -138,8 +140,22 @@ def _plain(value: Any) -> Iterator[Tensor]:
             yield from _plain(entry)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part that this rank has of ``tensor``, if it lies on several; else all of it."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    is_split = tensors is not None and isinstance(tensor, tensors.DTensor)
+    return tensor.detach().to_local() if is_split else tensor  # type: ignore[attr-defined]
+
+
 def _copied(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, Tensor):
+        local: Any = _local(value)
+        if local is not value:
+            whole: Any = value
+            return type(whole).from_local(
+                _copied(local, copies), whole.device_mesh, whole.placements,
+                run_check=False, shape=whole.shape, stride=whole.stride(),
+            )  # fmt: skip
         if not _is_plain(value):
             return value.detach().cpu().clone()
         memory = copies[id_of(value)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,32 +60,48 @@ class Writer:
     def reserve(self, trainer: Trainer, module: Module) -> None:
         """Take the memory for copies, as far as the state can be known between two steps."""
         self.wants_memory = False
-        if trainer.is_global_zero:
+        if _writes(trainer):
             self._copies = HostCopies()
             optimizers = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
             self._copies.reserve([*module.parameters(), *module.buffers(), optimizers])
 
     def begin(self, trainer: Trainer, checkpoint: dict[str, Any], save: Save) -> None:
-        """Write ``checkpoint`` on rank 0, or begin to; it is free to change afterwards."""
+        """Write ``checkpoint``, or begin to; it is free to change afterwards.
+
+        Rank 0 does, and the others too where each writes its parts.
+        """
         self._task = None
+        write = partial(written, trainer.checkpointer, save=save, symbolic=self._symbolic)
         if not trainer.is_global_zero:
+            write = partial(written_in_part, trainer.checkpointer, save=save)
+        if not _writes(trainer):
             self._outcome = Outcome(save.after, True)
         elif self._asynchronous:
-            self._begin_in_background(trainer.checkpointer, checkpoint, save)
+            self._begin_in_background(trainer, checkpoint, save, write)
         else:
-            self._outcome = written(trainer.checkpointer, checkpoint, save, self._symbolic)
+            self._outcome = write(checkpoint)
         self.save = save
 
     def _begin_in_background(
-        self, checkpointer: Checkpointer, checkpoint: dict[str, Any], save: Save
+        self,
+        trainer: Trainer,
+        checkpoint: dict[str, Any],
+        save: Save,
+        write: Callable[[dict[str, Any]], Outcome],
     ) -> None:
         self._copies = self._copies or HostCopies()
+        copied, error = None, None
         try:
             copied = self._copies.take(checkpoint)
-        except (MemoryError, RuntimeError) as error:  # torch has no other for host memory
+        except (MemoryError, RuntimeError) as failure:  # torch has no other for host memory
+            error = failure
+        if _is_sharded(trainer):  # none of the ranks may wait for one that does not come
+            trainer.checkpointer.join()  # type: ignore[attr-defined]
+            error = next(filter(None, trainer.strategy.gather(error)), None)
+        if error is not None or copied is None:
             self._outcome = Outcome(save.before, False, error)
             return
-        self._task = InBackground(partial(written, checkpointer, copied, save, self._symbolic))
+        self._task = InBackground(partial(write, copied))
 
     def is_done(self) -> bool:
         """Return whether nothing is being written on this rank."""
@@ -110,6 +127,24 @@ class Writer:
     def free(self) -> None:
         """Let the memory of copies go."""
         self._copies = None
+
+
+def _is_sharded(trainer: Trainer) -> bool:
+    return getattr(trainer.checkpointer, "is_sharded", False)
+
+
+def _writes(trainer: Trainer) -> bool:
+    """Return whether this rank writes anything of a checkpoint."""
+    return trainer.is_global_zero or _is_sharded(trainer)
+
+
+def written_in_part(checkpointer: Checkpointer, checkpoint: dict[str, Any], save: Save) -> Outcome:
+    """Write what a rank other than 0 has of ``checkpoint``."""
+    try:
+        checkpointer.save(checkpoint, save.path)
+    except Exception as error:
+        return Outcome(save.before, False, error)
+    return Outcome(save.after, True)
 
 
 def written(

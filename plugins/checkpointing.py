@@ -69,7 +69,24 @@ class FileCheckpointer:
         Raises:
             CheckpointError: There is none, or it was cut short or altered, or holds code.
         """
-        checkpoint = self._read(path, lambda file: archive.read(file, map_location))
+        return self._dict_at(path, lambda file: archive.read(file, map_location))
+
+    def view(self, path: str, is_verified: bool = False) -> dict[str, Any]:
+        """Return the checkpoint at ``path``; a local file's tensors stay in it until they are used.
+
+        Args:
+            path: The file.
+            is_verified: Whether all of it was read before, so that only what is used need be.
+
+        Raises:
+            CheckpointError: As in `load`.
+        """
+        if locations.is_remote(path):
+            return self.load(path)
+        return self._dict_at(path, lambda file: archive.view(file, is_verified))
+
+    def _dict_at(self, path: str, reader: Callable[[Any], Any]) -> dict[str, Any]:
+        checkpoint = self._read(path, reader)
         if not isinstance(checkpoint, dict):
             raise CheckpointError(
                 f"{path!r} holds a {type(checkpoint).__name__}, not a checkpoint. Pass a file that "

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
@@ -25,21 +26,29 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from leyden import locations
 from leyden.errors import CheckpointError
+from leyden.hookspecs import hookimpl
 
 from . import archive
 from .checkpointing import FileCheckpointer, advice, preference
+from .ranks import Ranks
 from .sharded_metadata import read_index
+from .stored_tensors import StoredTensor
 
 MANIFEST, REST = "manifest.json", "rest.pt"
 _TENSOR = "__tensor__"
 _CHUNK = 1 << 24
+_LARGE = ("/state_dict/", "/optimizer_states/", "/window/")
+"""Where tensors lie that may stay in the files; those elsewhere are read by code of all kinds."""
+_SMALL = 4096
+"""Bytes up to which a tensor is read at once: to ask for each would take longer."""
 
 
 class ShardedCheckpointer(FileCheckpointer):
@@ -54,37 +63,71 @@ class ShardedCheckpointer(FileCheckpointer):
     """
 
     extension = ".sharded"
+    is_sharded = True
+    """Every rank calls `save`, and writes its parts of the tensors that lie on several ranks."""
+
+    def __init__(self, storage_options: dict[str, Any] | None = None, retries: int = 3) -> None:
+        super().__init__(storage_options, retries)
+        self._ranks = Ranks()
+
+    def join(self) -> None:
+        """Find the other ranks; each calls it before saves that are made in the background."""
+        self._ranks.join()
+
+    @hookimpl
+    def teardown(self) -> None:
+        """Leave the other ranks."""
+        self._ranks.leave()
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
         """Write ``checkpoint`` at ``path``, replacing what was there only when complete.
 
+        Of several ranks each writes the parts it has of split tensors, rank 0 all else.
+
         Raises:
-            CheckpointError: It cannot be written; what was at ``path`` before is unchanged.
+            CheckpointError: It cannot be written; what was at ``path`` before is unchanged. It is
+                raised on every rank.
         """
-        name = secrets.token_hex(4)
-        data, files = locations.join(path, name), self._files(path)
-        tensors: dict[str, Tensor] = {}
-        rest = _without_tensors(checkpoint, "", tensors)
+        ranks, name = self._ranks, ""
+        ranks.join()
         try:
-            with files.writing(locations.join(data, REST)) as file:
-                archive.write(rest, file)
+            name = ranks.do(lambda: secrets.token_hex(4))[0]
+            data = locations.join(path, name)
+            tensors: dict[str, Tensor] = {}
+            rest = _without_tensors(checkpoint, "", tensors, keeps_all=ranks.rank == 0)
+            ranks.do(lambda: self._write_rest(rest, data) if ranks.rank == 0 else None)
             with _quiet():
-                save(tensors, storage_writer=self._writer(data), no_dist=True)
-            entries = {**checkpoint.get("leyden", {}), "data": name, "files": self._sums(data)}
-            entries["size"] = sum(size for size, _ in entries["files"].values())
-            entries["checksum"] = _sum_of(entries["files"])
-            with files.writing(locations.join(path, MANIFEST)) as file:
-                file.write(json.dumps(entries, indent=1).encode())
+                save(
+                    tensors, storage_writer=self._writer(data),
+                    process_group=ranks.group, no_dist=ranks.group is None,
+                )  # fmt: skip
+            sums = ranks.do(lambda: self._sums(data, partial(_is_of, ranks.rank)))
+            files = {file: sum for own in sums for file, sum in own.items()}
+            manifest = {**checkpoint.get("leyden", {}), "data": name, "files": files}
+            ranks.do(lambda: self._write_manifest(manifest, path) if ranks.rank == 0 else None)
         except BaseException as error:
-            with suppress(Exception):
-                self._delete(data)
-            if not isinstance(error, Exception):
+            if name and ranks.rank == 0:
+                with suppress(Exception):
+                    self._delete(locations.join(path, name))
+            # torch's own error of a save is no Exception.
+            if not isinstance(error, (Exception, CheckpointException)):
                 raise
             raise CheckpointError(
                 f"The checkpoint {path!r} cannot be written, and what was there before is kept: "
-                + advice(error)
+                + advice(_cause(error))
             ) from error
-        self._delete_others(path, name)
+        if ranks.rank == 0:
+            self._delete_others(path, name)
+
+    def _write_rest(self, rest: dict[str, Any], data: str) -> None:
+        with self._files(data).writing(locations.join(data, REST)) as file:
+            archive.write(rest, file)
+
+    def _write_manifest(self, entries: dict[str, Any], path: str) -> None:
+        entries["size"] = sum(size for size, _ in entries["files"].values())
+        entries["checksum"] = _sum_of(entries["files"])
+        with self._files(path).writing(locations.join(path, MANIFEST)) as file:
+            file.write(json.dumps(entries, indent=1).encode())
 
     def load(self, path: str, map_location: Any = "cpu") -> dict[str, Any]:
         """Return the checkpoint at ``path`` without running any code from it.
@@ -93,17 +136,57 @@ class ShardedCheckpointer(FileCheckpointer):
             CheckpointError: There is none, or it was cut short or altered, or holds code.
         """
         data = self._verified(path)
-        rest = super().load(locations.join(data, REST), map_location)
-        with self._files(path).reading(locations.join(data, ".metadata")) as file:
-            index = read_index(file)
+        index = self._index(data)
         tensors = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
         }
-        with _quiet():
-            load(tensors, storage_reader=self._reader(data, index), no_dist=True)
+        self._read_tensors(tensors, data, index)
+        rest = super().load(locations.join(data, REST), map_location)
         return _with_tensors(rest, tensors, map_location)  # type: ignore[no-any-return]
+
+    def view(self, path: str, is_verified: bool = False) -> dict[str, Any]:
+        """Return the checkpoint at ``path``; large tensors of it stay in its files until used.
+
+        Args:
+            path: The checkpoint, which must stay there.
+            is_verified: Whether all of it was read before, so that only what is used need be.
+
+        Raises:
+            CheckpointError: As in `load`.
+        """
+        entries = self._all_of(path)
+        data = locations.join(path, entries["data"]) if is_verified else self._verified(path)
+        index = self._index(data)
+        tensors: dict[str, Any] = {}
+        for key, entry in index.state_dict_metadata.items():
+            size, dtype = entry.size, entry.properties.dtype
+            if key.startswith(_LARGE) and size.numel() * dtype.itemsize > _SMALL:
+                tensors[key] = StoredTensor(size, dtype, partial(self._read_one, key, data, index))
+            else:
+                tensors[key] = torch.empty(size, dtype=dtype)
+        self._read_tensors(
+            {k: t for k, t in tensors.items() if not isinstance(t, StoredTensor)}, data, index
+        )
+        rest = super().load(locations.join(data, REST))
+        return _with_tensors(rest, tensors, "cpu")  # type: ignore[no-any-return]
+
+    def _index(self, data: str) -> Any:
+        with self._files(data).reading(locations.join(data, ".metadata")) as file:
+            return read_index(file)
+
+    def _read_one(self, key: str, data: str, index: Any, target: Any) -> None:
+        self._read_tensors({key: target}, data, index)
+
+    def _read_tensors(self, tensors: dict[str, Any], data: str, index: Any) -> None:
+        """Fill ``tensors``, of those in parts this rank's; other ranks take no part."""
+        try:
+            with _quiet(), torch.no_grad():
+                load(tensors, storage_reader=self._reader(data, index), no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"The tensors in {data!r} cannot be read: {advice(_cause(error))}"
+            ) from error
 
     def manifest(self, path: str) -> dict[str, Any]:
         """Return what the checkpoint says of itself, without reading the rest of it.
@@ -195,10 +278,12 @@ class ShardedCheckpointer(FileCheckpointer):
                 )
         return data
 
-    def _sums(self, data: str) -> dict[str, tuple[int, str]]:
-        """Return size and checksum of each file in ``data``."""
+    def _sums(
+        self, data: str, is_asked: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, tuple[int, str]]:
+        """Return size and checksum of each file in ``data`` whose name ``is_asked`` for."""
         files, sums = self._files(data), {}
-        for name in files.names(data) or ():
+        for name in filter(is_asked, files.names(data) or ()):
             size = total = 0
             with files.reading(locations.join(data, name)) as file:
                 while chunk := file.read(_CHUNK):
@@ -249,15 +334,36 @@ def _of_fsspec(kind: str) -> Any:
     return getattr(_fsspec_filesystem, name)
 
 
-def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return ``value`` with a mark in place of each tensor, which goes into ``tensors``."""
+def _is_of(rank: int, name: str) -> bool:
+    """Return whether ``rank`` has written the file ``name``."""
+    if not name.endswith(".distcp"):
+        return rank == 0
+    return name.startswith(f"__{rank}_")
+
+
+def _cause(error: BaseException) -> Exception:
+    """Return what went wrong on a rank, rather than torch's account of all."""
+    if isinstance(error, CheckpointException):
+        return next(failure for failure, _ in error.failures.values())  # type: ignore[return-value]
+    return error  # type: ignore[return-value]
+
+
+def _without_tensors(
+    value: Any, path: str, tensors: dict[str, Tensor], keeps_all: bool = True
+) -> Any:
+    """Return ``value`` with a mark in place of each tensor, which goes into ``tensors``.
+
+    Only those in parts on several ranks go there unless it ``keeps_all``.
+    """
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
+        if keeps_all or isinstance(value, DTensor):
+            tensors[path] = value.detach()
         return {_TENSOR: path}
+    go = partial(_without_tensors, tensors=tensors, keeps_all=keeps_all)
     if type(value) is dict:
-        return {k: _without_tensors(v, f"{path}/{k}", tensors) for k, v in value.items()}
+        return {k: go(v, f"{path}/{k}") for k, v in value.items()}
     if type(value) in (list, tuple):
-        parts = [_without_tensors(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
+        parts = [go(v, f"{path}/{i}") for i, v in enumerate(value)]
         return parts if type(value) is list else tuple(parts)
     return value
 
@@ -274,7 +380,7 @@ def _with_tensors(value: Any, tensors: dict[str, Tensor], device: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from saying that one process saves alone, which is meant."""
+    """Keep torch from saying that one process saves or loads alone, which is meant."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "torch.distributed is")
         yield

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ddp import DDP as DDP
+    from .processes import Processes as Processes
     from .single_device import SingleDevice as SingleDevice
 
-__all__ = ["SingleDevice"]
+_HOMES = {"DDP": "ddp", "Processes": "processes", "SingleDevice": "single_device"}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has: {__all__}.")
-    from .single_device import SingleDevice
-
-    return SingleDevice
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

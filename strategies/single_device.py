@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ class SingleDevice:
     """Runs the module's own methods where the module is."""
 
     rank, local_rank, world_size = 0, 0, 1
+    data_rank, data_world_size = 0, 1
+    is_lockstep = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -28,11 +31,19 @@ class SingleDevice:
         if len(indices) != 1 or num_nodes != 1:
             raise ConfigError(
                 f"devices={devices!r} on num_nodes={num_nodes} are several processes, and the "
-                "strategy 'single_device' is one. Pass devices=1: strategies for several come "
-                "with a later release."
+                "strategy 'single_device' is one. Pass devices=1, or strategy='ddp' or 'fsdp'."
             )
         index = None if accelerator == "cpu" else indices[0]
         self.device = torch.device(accelerator, index) if index is not None else torch.device("cpu")
+
+    def creating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def parallelize(self, module: nn.Module) -> None:
+        """There is nobody to split layers with."""
+
+    def sync_batchnorm(self, module: nn.Module) -> None:
+        """They see all batches there are."""
 
     def place(self, module: nn.Module, precision: Precision) -> None:
         module.to(self.device)
@@ -43,8 +54,13 @@ class SingleDevice:
     def sync_gradients(self, enabled: bool) -> None:
         """There is nobody to be in step with."""
 
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        return clip_grad_norm_(parameters, max_norm)
+    def prepare_backward(self, loss: Tensor) -> None:
+        """There is nobody to be in step with."""
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def reduce(self, value: Tensor, op: str) -> Tensor:
         return value
@@ -54,6 +70,12 @@ class SingleDevice:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def exchange(self, numbers: Tensor) -> Tensor:
+        return numbers
 
     def barrier(self) -> None:
         """There is nobody to wait for."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import numpy
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -88,7 +90,7 @@ def test_an_open_checkpoint_shows_what_it_holds(anywhere):
         f"Checkpoint('{anywhere}/a.ckpt': training, step 3, epoch 1, 3 weights)"
     )
     assert (checkpoint.kind, checkpoint.step, checkpoint.epoch) == ("training", 3, 1)
-    assert checkpoint.manifest["format"] == 1
+    assert checkpoint.manifest["format"] == 2
     assert checkpoint.manifest["checksum"].startswith("crc32:")
     assert all(torch.equal(checkpoint.state_dict[n], t) for n, t in net.state_dict().items())
     assert checkpoint.hyper_parameters == {
@@ -96,7 +98,7 @@ def test_an_open_checkpoint_shows_what_it_holds(anywhere):
         "layout": {"depth": 2, "kind": "BIG"},
         "folder": Path("data"),
     }
-    assert checkpoint.optimizer_states[0]["state"][0]["step"] == 3
+    assert checkpoint.optimizer_states[0]["state"]["layer.weight"]["step"] == 3
     assert checkpoint.lr_schedulers[0]["last_epoch"] == 1
     assert checkpoint.callbacks == {"Counts": {"count": 3, "places": (1, 2)}}
 
@@ -275,10 +277,68 @@ def test_what_is_no_tensor_does_not_go_into_safetensors(tmp_path):
 
 
 def test_without_safetensors_the_message_says_what_to_install(tmp_path, monkeypatch):
-    torch.save({"a": torch.ones(2)}, tmp_path / "w.pt")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(CheckpointError, match="Install it: pip install safetensors"):
+        checkpoints.convert(tmp_path / "w.safetensors", tmp_path / "w.pt")
+
+
+def many():
+    """Return weights of every size and dtype."""
+    dtypes = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    small = {f"{dtype}": torch.ones(3, dtype=dtype) for dtype in dtypes}
+    return small | {"big": torch.arange(600.0).reshape(20, 30), "none": torch.zeros(0, 2)}
+
+
+def test_weights_are_dealt_to_several_files_with_an_index(tmp_path):
+    torch.save(many(), tmp_path / "w.pt")
+    target = tmp_path / "h" / "model.safetensors"
+    checkpoints.convert(tmp_path / "w.pt", target, max_shard_size=64)
+    index = json.loads((tmp_path / "h" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 24 + 6 + 3 + 24 + 3 + 2400}
+    assert index["weight_map"]["big"] == "model-00002-of-00003.safetensors"
+    found = {}
+    for name in sorted({*index["weight_map"].values()}):
+        found |= load_file(tmp_path / "h" / name)
+    assert found.keys() == many().keys() == index["weight_map"].keys()
+    for name, tensor in many().items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].to(torch.float64), tensor.to(torch.float64))
+    checkpoints.convert(f"{target}.index.json", tmp_path / "again.pt")
+    assert torch.load(tmp_path / "again.pt").keys() == many().keys()
+
+
+def test_weights_that_fit_into_one_file_have_no_index(tmp_path):
+    torch.save(many(), tmp_path / "w.pt")
+    checkpoints.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", max_shard_size=10_000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pt", "w.safetensors"]
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path):
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    with pytest.raises(CheckpointError, match="names files outside of its folder"):
+        Net().load_weights(index)
+
+
+def test_what_safetensors_cannot_hold_is_named(tmp_path):
+    torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"a is of torch\.complex128, which .* cannot hold"):
         checkpoints.convert(tmp_path / "w.pt", tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(("size", "target"), [(0, "w.safetensors"), (9, "w.pt")])
+def test_a_size_of_files_is_for_safetensors_and_more_than_nothing(tmp_path, size, target):
+    torch.save({"a": torch.ones(2)}, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match=rf"max_shard_size={size} must be bytes"):
+        checkpoints.convert(tmp_path / "w.pt", tmp_path / target, max_shard_size=size)
+
+
+def test_a_sharded_checkpoint_becomes_one_file_and_back(tmp_path):
+    trained(tmp_path / "a.ckpt")
+    checkpoints.convert(tmp_path / "a.ckpt", tmp_path / "b.sharded", to="checkpoint")
+    checkpoints.convert(tmp_path / "b.sharded", tmp_path / "c.ckpt", to="checkpoint")
+    assert not checkpoints.diff(tmp_path / "a.ckpt", tmp_path / "b.sharded")
+    assert not checkpoints.diff(tmp_path / "a.ckpt", tmp_path / "c.ckpt")
 
 
 def test_two_of_one_run_differ_in_what_training_moved(tmp_path):

@@ -1,6 +1,7 @@
 """What an accelerator's values go through, which are not waited for: shown here with the CPU's."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_at_most_a_block_of_values_is_kept():
 @pytest.mark.filterwarnings("ignore:The loss became NaN")
 def test_losses_are_looked_at_when_they_are_read():
     state = State()
-    watch = LossWatch(state, "continue", torch.device("cuda"))
+    watch = LossWatch(state, "continue", SimpleNamespace(device=torch.device("cuda")))
     for loss in (1.0, math.nan, math.inf, 2.0):
         assert watch.accept(torch.tensor(loss, requires_grad=True))
     assert state.nonfinite == 0

@@ -84,7 +84,7 @@ def test_an_open_stream_of_predictions_is_named_and_closed():
 
 
 class TwoLayers(Regression):
-    order = (0, 1)
+    groups = ((0, 1), (2, 3))
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class TwoLayers(Regression):
 
     def configure_optimizers(self):
         both = [self.a.weight, self.b.weight, self.layer.weight, self.layer.bias]
-        return torch.optim.Adam([both[i] for i in (*self.order, 2, 3)])
+        return torch.optim.Adam([{"params": [both[i] for i in group]} for group in self.groups])
 
     def forward(self, inputs):
         return self.layer(self.a(self.b(inputs)))
@@ -101,7 +101,7 @@ class TwoLayers(Regression):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"order": (1, 0)}, r"differ in parameters: .*'a.weight', 'b.weight'"),
+        ({"groups": ((0,), (1, 2, 3))}, r"differ in parameters: \[\['a.weight', 'b.weight'\], "),
         (
             {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.1)},
             r"differ in kind: Adam was saved, and SGD is there",
@@ -115,6 +115,19 @@ def test_an_optimizers_state_goes_to_the_same_optimizer_alone(tmp_path, change, 
     other = type("Other", (TwoLayers,), change)()
     with pytest.raises(CheckpointError, match=message):
         quiet_trainer(max_epochs=2).fit(other, batches(), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_an_optimizers_state_goes_by_names_in_whatever_order(tmp_path):
+    trainer = quiet_trainer()
+    trainer.fit(TwoLayers(), batches())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    reordered = type("Reordered", (TwoLayers,), {"groups": ((1, 0), (2, 3))})()
+    again = quiet_trainer(max_epochs=1)
+    again.fit(reordered, batches(), ckpt_path=tmp_path / "a.ckpt")
+    for name in ("a", "b"):
+        kept = trainer.optimizers[0].state[getattr(trainer.module, name).weight]["exp_avg"]
+        taken = again.optimizers[0].state[getattr(reordered, name).weight]["exp_avg"]
+        assert torch.equal(kept, taken)
 
 
 @pytest.mark.parametrize("weights_only", [True, False])

@@ -268,13 +268,13 @@ def test_a_checkpoint_is_read_without_running_any_code_from_it(tmp_path):
     checkpoint = torch.load(path, weights_only=True)
     assert (checkpoint["epoch"], checkpoint["state"]["batch"]) == (0, 6)
     assert checkpoint["global_step"] + checkpoint["state"]["skipped"] == 1
-    assert len(checkpoint["ranks"][0]["window"]["gradients"]) == 4
+    assert len(checkpoint["window"]["gradients"]) == 4
 
 
 def test_a_checkpoint_between_steps_holds_no_gradients(tmp_path):
     path = tmp_path / "between.ckpt"
     fitted(Net(), callbacks=SaveWhen(path, "step", epoch=0, batch=8), **options())
-    assert torch.load(path, weights_only=True)["ranks"][0]["window"] is None
+    assert torch.load(path, weights_only=True)["window"] is None
 
 
 def test_weights_alone_cannot_be_trained_on_from(tmp_path):

@@ -12,11 +12,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from leyden.data.feed import evaluation_sources, train_source
+from leyden.data.share import Share
 from leyden.data.source import Wait
 from leyden.data.workers import end_with_parent
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4")
 MODES = ["batch", "sample", False]
+ALL = Share()
 
 
 class Noise(Dataset):
@@ -65,9 +67,9 @@ def noisy_collate(samples):
     return default_collate(samples) + torch.rand(1)
 
 
-def source(data, mode="batch", **options):
+def source(data, mode="batch", share=ALL, **options):
     loader = DataLoader(data, **{"batch_size": 3, "shuffle": True, **options})
-    return train_source(loader, 1.0, False, None, Wait(), mode)
+    return train_source(loader, 1.0, False, None, Wait(), mode, share)
 
 
 def samples(reading, epochs=1):
@@ -120,11 +122,28 @@ def test_epochs_and_batches_differ(mode, workers):
     assert len({tuple(one) for one in noise}) == 36
 
 
-def test_ranks_draw_apart_and_read_one_order(monkeypatch):
+@pytest.mark.parametrize("mode", ["batch", "sample"])
+def test_ranks_draw_apart_and_divide_one_order(mode):
     torch.manual_seed(7)
-    first = samples(source(Noise()))
-    monkeypatch.setenv("RANK", "1")
-    second = samples(source(Noise()))
+    whole = [sample[0] for sample in samples(source(Noise(), mode))]
+    first, second = (
+        samples(source(Noise(), mode, share=Share(rank, 2), batch_size=2)) for rank in (0, 1)
+    )
+    ordered = [
+        sample[0]
+        for step in range(3)
+        for part in (first, second)
+        for sample in part[2 * step : 2 * step + 2]
+    ]
+    assert ordered == whole
+    assert len({sample[2] for sample in first + second}) == 12
+
+
+def test_ranks_that_read_the_same_samples_draw_apart():
+    torch.manual_seed(7)
+    first, second = (
+        samples(source(Noise(), share=Share(rank, 2, is_dealt=False))) for rank in (0, 1)
+    )
     assert [sample[0] for sample in first] == [sample[0] for sample in second]
     assert len({sample[2] for sample in first + second}) == 24
 

@@ -33,7 +33,7 @@ from leyden.testing import Regression, batches, quiet_trainer
             {"strategy": "singel_device"},
             r"No strategy .*'singel_device'.*Did you mean 'single_device'",
         ),
-        ({"strategy": "ddp"}, r"strategy='ddp' comes with the strategies of a later release"),
+        ({"strategy": "deepspeed"}, r"strategy='deepspeed' comes with the strategies of a later"),
         ({"precision": "bf16-mixde"}, r"No precision .*Did you mean 'bf16-mixed'"),
         ({"logger": "tensorbaord"}, r"No logger .*Did you mean 'tensorboard'"),
         ({"callbacks": ["early_stoping"]}, r"No callback .*Did you mean 'early_stopping'"),

@@ -122,7 +122,7 @@ def test_time_counts_from_the_end_of_the_last_validation(monkeypatch):
             self.now += 3600
 
     clock = Clock()
-    for place in ("loop", "wiring"):
+    for place in ("agreement", "wiring"):
         monkeypatch.setattr(f"leyden.{place}.perf_counter", lambda: clock.now)
     choices = {"callbacks": [clock], "num_sanity_val_steps": 0}
     assert validated("30 min", max_steps=10, **choices) == [3, 6, 9]

@@ -52,7 +52,11 @@ class CombinedLoader:
         return repr(self.keys[index] if self.keys is not None else index)
 
     def __len__(self) -> int:
-        lengths = [len(loader) for loader in self.loaders]
+        return self.length_of(self.loaders)
+
+    def length_of(self, loaders: Iterable[Any]) -> int:
+        """Return how many batches there are where loaders are read as ``loaders`` are."""
+        lengths = [len(loader) for loader in loaders]
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from ..errors import DataError, ModuleError
 from ..overrides import DataHooks
+from .reader import ALL
 from .seeds import SeedSamples
+from .share import Share
 from .source import Source, Wait, evaluation_loaders, in_order, limited, training_loader
 from .transfer import mapped, move
 
@@ -109,13 +112,15 @@ def train_source(
     prepare: Prepare | None,
     wait: Wait,
     seed_samples: SeedSamples = "batch",
+    share: Share = ALL,
 ) -> Source:
     """Return the source of training batches, its length known where the loader's is."""
     loader = training_loader(loaders)
     if sequential:
         loader = in_order(loader)
-    length, cut = limited(loader, limit, "limit_train_batches", "training")
-    return Source(loader, length, prepare, wait, cut, seed_samples)
+    source = Source(loader, None, prepare, wait, None, seed_samples, share=share)
+    source.length, source.limit = limited(source.size(), limit, "limit_train_batches", "training")
+    return source
 
 
 def evaluation_sources(
@@ -125,15 +130,18 @@ def evaluation_sources(
     sequential: bool,
     prepare_for: Callable[[int], Prepare | None],
     seed_samples: SeedSamples = "batch",
+    share: Share = ALL,
 ) -> list[Source]:
     """Return a source for each of an evaluation's loaders."""
     found = []
+    share = replace(share, counts_all=True)
     for index, loader in enumerate(evaluation_loaders(loaders, stage)):
         if sequential:
             loader = in_order(loader)
-        length, cut = limited(loader, limit, f"limit_{stage}_batches", stage)
         prepare, name = prepare_for(index), f"{stage} {index}"
-        found.append(Source(loader, length, prepare, Wait(), cut, seed_samples, name))
+        source = Source(loader, None, prepare, Wait(), None, seed_samples, name, share)
+        source.length, source.limit = limited(source.size(), limit, f"limit_{stage}_batches", stage)
+        found.append(source)
     return found
 
 

@@ -27,6 +27,7 @@ from .order import (
     order_of,
 )
 from .seeds import Draws, SeedSamples
+from .share import Share
 from .workers import WorkerInit
 
 
@@ -233,7 +234,7 @@ def is_torchdatas(loader: object) -> bool:
     return kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith(TORCHDATA)
 
 
-def kind_of(loader: Any, seed_samples: SeedSamples) -> Kind:
+def kind_of(loader: Any, seed_samples: SeedSamples, share: Share) -> Kind:
     """Return how ``loader`` is gone over."""
     if isinstance(loader, (Sequence, Tensor)):
         return Listed(loader)
@@ -243,12 +244,12 @@ def kind_of(loader: Any, seed_samples: SeedSamples) -> Kind:
         if is_torchdatas(loader) or (
             is_torchs and kind._get_iterator is DataLoader._get_iterator and not has_state(loader)
         ):
-            return _kind_of_torchs(loader, seed_samples)
+            return _kind_of_torchs(loader, seed_samples, share)
     draws = Draws({}) if seed_samples else None
     return Stateful(loader, loader, draws) if has_state(loader) else Streamed(loader, draws)
 
 
-def _kind_of_torchs(loader: DataLoader[Any], seed_samples: SeedSamples) -> Kind:
+def _kind_of_torchs(loader: DataLoader[Any], seed_samples: SeedSamples, share: Share) -> Kind:
     """Return the kind of a loader that torch's own code, or torchdata's, goes over."""
     is_stateful = is_torchdatas(loader)
     draws = None
@@ -256,7 +257,7 @@ def _kind_of_torchs(loader: DataLoader[Any], seed_samples: SeedSamples) -> Kind:
         draws = Draws(own_generators.find("dataset", loader.dataset, {}))
     delivery = Delivery(seed_samples, draws)
     if not isinstance(loader.dataset, IterableDataset):
-        order = order_of(loader, delivery)
+        order = order_of(loader, delivery, share)
         if not (is_stateful and has_state(loader.dataset)):
             return Indexed(copied(loader, order, seed_samples), order, draws)
         if isinstance(order, ReplayedOrder) and order.holder is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from .. import encoding, rng
-from ..rank_zero import rank, rank_zero_warn
+from ..rank_zero import rank_zero_warn
 from .combined import END
 from .seeds import Draws, Seeded, SeededSamples, SeedSamples, key_of, seed_of
+from .share import Share, is_rank_aware
 
 TORCHDATA = "torchdata.stateful_dataloader"
 
@@ -28,6 +29,7 @@ class Place:
     reader: str
     epoch: int
     cycle: int
+    rank: int = 0
 
     def key(self, purpose: str) -> bytes:
         """Return the key to seed ``purpose`` of this pass from; the same on every rank."""
@@ -35,7 +37,11 @@ class Place:
 
     def key_of_samples(self) -> bytes:
         """Return the key of the samples' randomness, in which ranks differ."""
-        return self.key(f"samples of rank {rank()}")
+        return self.key(f"samples of rank {self.rank}")
+
+    def key_of_dealt(self, seed_samples: SeedSamples) -> bytes:
+        """Return the same where data is dealt out: a sample's place in the epoch tells it."""
+        return replace(self, rank=0 if seed_samples == "sample" else self.rank).key_of_samples()
 
 
 class Delivery:
@@ -74,12 +80,15 @@ class Delivery:
 class EpochOrder:
     """Torch's own orders, each epoch's made at once and entered at any sample without the others.
 
+    Ranks share a slice of as many batches as there are of them; each takes its part of it.
+
     Args:
         sampler: A RandomSampler or SequentialSampler.
         batch_size: Samples of a batch; None where a batch is one sample.
-        drop_last: Whether a last batch of fewer samples is left out.
+        drop_last: Whether a last batch of fewer samples is left out; in training, a slice.
         generator: The user's, whose seed counts instead of the run's.
         delivery: What each batch is given to.
+        share: The part of this process.
     """
 
     def __init__(
@@ -89,9 +98,11 @@ class EpochOrder:
         drop_last: bool,
         generator: torch.Generator | None,
         delivery: Delivery,
+        share: Share,
     ) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
-        self.delivery = delivery
+        self.delivery, self.share = delivery, share
+        self.slice = (batch_size or 1) * share.size
         self.own_seed = None if generator is None else generator.initial_seed()
         self._key, self._first, self._sample = b"", 0, 0
         self._loaded: int | None = None
@@ -100,8 +111,9 @@ class EpochOrder:
         """Let the next pass be that of ``place``, from ``batch`` on."""
         seed = place.seed if self.own_seed is None else self.own_seed
         order = Place(seed, place.reader, place.epoch, place.cycle)
-        self._key, self.delivery.key = order.key("order"), place.key_of_samples()
-        regular = batch * (self.batch_size or 1)
+        self._key = order.key("order")
+        self.delivery.key = place.key_of_dealt(self.delivery.seed_samples)
+        regular = batch * self.slice
         self._sample = regular if self._loaded is None or batch == 0 else self._loaded
         self._first, self._loaded = batch, None
 
@@ -110,8 +122,8 @@ class EpochOrder:
         return {"sample": self.samples_at(batch), "seed": self.own_seed, **self._settings()}
 
     def _settings(self) -> dict[str, int]:
-        size, samples = self.batch_size or 1, len(self.sampler)
-        return {"samples": samples, "batch_size": size, "drop_last": self.drop_last}
+        samples = len(self.sampler)
+        return {"samples": samples, "batch_size": self.slice, "drop_last": self.drop_last}
 
     def load(self, saved: Mapping[str, Any], batch: int) -> int:
         """Go on at the sample that ``batch`` began at, and return which batch begins there now."""
@@ -133,24 +145,47 @@ class EpochOrder:
 
     def samples_at(self, batch: int) -> int:
         """Return the place of the first sample of ``batch`` in this pass."""
-        done = self._sample + (batch - self._first) * (self.batch_size or 1)
+        done = self._sample + (batch - self._first) * self.slice
         return min(done, len(self.sampler))
 
+    def factor(self, batch: int) -> float:
+        """Return how much larger this rank's part of ``batch`` is than an average one."""
+        return self.share.factor(self._in_slice(self.samples_at(batch)))
+
+    def _in_slice(self, sample: int) -> int:
+        """Return how many samples the slice that begins at ``sample`` has."""
+        return max(0, min(self.slice, self._counted() - sample))
+
+    def _counted(self) -> int:
+        """Return how many samples a pass has."""
+        if not self.drop_last:
+            return len(self.sampler)
+        # What one process would read counts in an evaluation, on any number of them.
+        unit = (self.batch_size or 1) if self.share.counts_all else self.slice
+        return len(self.sampler) // unit * unit
+
     def batches_from(self, sample: int) -> int:
-        """Return how many batches there are from ``sample`` on."""
-        left, size = max(0, len(self.sampler) - sample), self.batch_size or 1
-        return left // size if self.drop_last else -(-left // size)
+        """Return how many batches this rank has from ``sample`` on."""
+        slices, left = divmod(max(0, self._counted() - sample), self.slice)
+        return slices + self.share.is_given(left)
+
+    @property
+    def rounds(self) -> int:
+        """The most batches of a pass that a rank has."""
+        whole, left = divmod(self._counted(), self.slice)
+        return whole + Share(0, self.share.size, counts_all=self.share.counts_all).is_given(left)
 
     def __len__(self) -> int:
         return self.batches_from(0)
 
     def __iter__(self) -> Iterator[Any]:
-        indices, size = self._indices(), self.batch_size or 1
+        indices = self._indices()
         batches = range(self._first, self._first + self.batches_from(self._sample))
-        for batch, place in zip(batches, count(self._sample, size), strict=False):
-            some = indices[place : place + size]
+        for batch, place in zip(batches, count(self._sample, self.slice), strict=False):
+            start, stop = self.share.cut(self._in_slice(place))
+            some = indices[place + start : place + stop]
             found = list(some) if isinstance(some, range) else some.tolist()
-            yield self.delivery.hand(batch, found if self.batch_size else found[0], place)
+            yield self.delivery.hand(batch, found if self.batch_size else found[0], place + start)
 
     def _indices(self) -> range | torch.Tensor:
         there, wanted = len(self.sampler.data_source), len(self.sampler)
@@ -169,16 +204,19 @@ class ReplayedOrder:
     """The order of a sampler of the user's: gone through from its beginning, loading nothing.
 
     What it draws is drawn from generators seeded by its place. One with a ``state_dict`` goes on
-    from its state instead.
+    from its state instead. Ranks take its batches in turn, each whole; of fewer batches than ranks
+    at the end, which are one slice, each takes its part.
 
     Args:
         sampler: Gives a batch's indices, or one sample's, at each step.
         delivery: What each batch is given to.
         ahead: Batches that a loader may ask for before they are used.
+        share: The part of this process.
     """
 
-    def __init__(self, sampler: Any, delivery: Delivery, ahead: int) -> None:
-        self.sampler, self.delivery = sampler, delivery
+    def __init__(self, sampler: Any, delivery: Delivery, ahead: int, share: Share) -> None:
+        self.sampler, self.delivery, self.share = sampler, delivery, share
+        self._last_slice: tuple[int, float] | None = None
         self.draws = Draws({})
         self.holder = next(filter(has_state, (sampler, getattr(sampler, "sampler", None))), None)
         self._states: deque[tuple[int, int, Any]] = deque(maxlen=ahead + 3)
@@ -188,7 +226,9 @@ class ReplayedOrder:
 
     def begin(self, place: Place, batch: int) -> None:
         """Let the next pass be that of ``place``, from ``batch`` on."""
-        self._key, self.delivery.key = place.key("order"), place.key_of_samples()
+        self._key = place.key("order")
+        self.delivery.key = place.key_of_dealt(self.delivery.seed_samples)
+        self._last_slice = None
         self.draws.is_first = True
         loaded, self._loaded = self._loaded, None
         with rng.forked(self._key):
@@ -207,11 +247,35 @@ class ReplayedOrder:
             next(iter(self.sampler), None)
             self._loaded = None
 
-    def _advance(self) -> Any:
-        indices = self._next(self._batch)
+    def _advance(self) -> tuple[Any, int]:
+        """Return this rank's indices of the next slice, or `END`, and the place of the first."""
+        share, first = self.share, self._sample
+        found: list[Any] = []
+        while len(found) < share.size and (indices := self._next(self._batch)) is not END:
+            found.append(indices)
         self._batch += 1
-        self._sample += len(indices) if isinstance(indices, list) else 1
-        return indices
+        sizes = [len(one) if isinstance(one, list) else 1 for one in found]
+        self._sample += sum(sizes)
+        if len(found) == share.size:
+            return found[share.rank], first + sum(sizes[: share.rank])
+        return self._part(found, sum(sizes), first)
+
+    def _part(self, found: list[Any], samples: int, first: int) -> tuple[Any, int]:
+        """Return this rank's part of a last slice, of fewer batches than there are ranks."""
+        share = self.share
+        drops = getattr(self.sampler, "drop_last", False) and not share.counts_all
+        if not samples or drops or not share.is_given(samples):
+            return END, first
+        start, stop = share.cut(samples)
+        self._last_slice = self._batch - 1, share.factor(samples)
+        if not isinstance(found[0], list):
+            return found[start], first + start
+        return [index for one in found for index in one][start:stop], first + start
+
+    def factor(self, batch: int) -> float:
+        """Return how much larger this rank's part of ``batch`` is than an average one."""
+        last = self._last_slice
+        return last[1] if last is not None and last[0] == batch else 1.0
 
     def _next(self, batch: int) -> Any:
         if self.draws.is_watched:
@@ -227,23 +291,37 @@ class ReplayedOrder:
         """Return the sampler's state before it gave ``batch``; nothing if it keeps none."""
         for at, sample, state in self._states:
             if at == batch:
-                return {"sample": sample, "sampler": encoding.encode(state)}
-        return {}
+                kept = {"sample": sample, "sampler": encoding.encode(state)}
+                return {**kept, "ranks": self.share.size}
+        return {"ranks": self.share.size}
 
     def load(self, saved: Mapping[str, Any], batch: int) -> int:
         """Take over what `state_at` returned, for the next pass."""
         if self.holder is not None and "sampler" in saved:
             self._sample, self._loaded = saved["sample"], encoding.decode(saved["sampler"])
             self.holder.load_state_dict(copy.deepcopy(self._loaded))
-        return batch
+        used, left = divmod(batch * saved.get("ranks", self.share.size), self.share.size)
+        if left:
+            rank_zero_warn(
+                f"The sampler's batches were dealt to {saved['ranks']} ranks, and now there are "
+                f"{self.share.size}: {left} of those used in this epoch are read again."
+            )
+        return int(used)
+
+    @property
+    def rounds(self) -> int:
+        """The most batches of a pass that a rank has."""
+        whole, left = divmod(len(self.sampler), self.share.size)
+        drops = getattr(self.sampler, "drop_last", False) and not self.share.counts_all
+        return whole + (left > 0 and not drops)
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self.rounds
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            batch, place = self._batch, self._sample
-            indices = self._advance()
+            batch = self._batch
+            indices, place = self._advance()
             if indices is END:
                 return
             self._keep_state()
@@ -281,8 +359,12 @@ def has_state(owner: object) -> bool:
     return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def order_of(loader: DataLoader[Any], delivery: Delivery) -> EpochOrder | ReplayedOrder:
+def order_of(
+    loader: DataLoader[Any], delivery: Delivery, share: Share
+) -> EpochOrder | ReplayedOrder:
     """Return the order of a loader of a data set with indices."""
+    if not share.is_dealt or is_rank_aware(loader):
+        share = Share(counts_all=share.counts_all)
     batched: Any = loader.batch_sampler
     sampler: Any = loader.sampler if batched is None else getattr(batched, "sampler", None)
     if is_torchs(sampler, RandomSampler, SequentialSampler) and (
@@ -292,9 +374,10 @@ def order_of(loader: DataLoader[Any], delivery: Delivery) -> EpochOrder | Replay
         size, drop_last = (
             (None, False) if batched is None else (batched.batch_size, batched.drop_last)
         )
-        return EpochOrder(sampler, size, drop_last, generator or loader.generator, delivery)
+        own = generator or loader.generator
+        return EpochOrder(sampler, size, drop_last, own, delivery, share)
     ahead = (loader.prefetch_factor or 0) * loader.num_workers
-    return ReplayedOrder(loader.sampler if batched is None else batched, delivery, ahead)
+    return ReplayedOrder(loader.sampler if batched is None else batched, delivery, ahead, share)
 
 
 def is_torchs(sampler: object, *kinds: type) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -13,9 +14,11 @@ from ..rank_zero import rank_zero_warn
 from . import own_generators, workers
 from .combined import END
 from .kinds import Stateful, kind_of
-from .order import Place
+from .order import EpochOrder, Place, ReplayedOrder
 from .seeds import SeedSamples
+from .share import Share
 
+ALL = Share()
 PARTS = ("dataset", "sampler", "batch_sampler")
 
 
@@ -26,12 +29,15 @@ class Reader:
         loader: Any iterable of batches.
         name: Tells this reader's randomness from that of others.
         seed_samples: Seed each batch, each sample, or nothing.
+        share: The part of the data that this process reads.
     """
 
-    def __init__(self, loader: Any, name: str, seed_samples: SeedSamples) -> None:
-        self.loader, self.name = loader, name
-        self.kind = kind_of(loader, seed_samples)
-        self.place = Place(0, name, 0, 0)
+    def __init__(
+        self, loader: Any, name: str, seed_samples: SeedSamples, share: Share = ALL
+    ) -> None:
+        self.loader, self.name, self.share = loader, name, share
+        self.kind = kind_of(loader, seed_samples, share)
+        self.place = Place(0, name, 0, 0, share.rank)
         self.batches = 0
         self._is_finished = False
         self._is_begun = False
@@ -55,7 +61,7 @@ class Reader:
         """
         restored, self._restored = self._restored, None
         cycle = self.place.cycle if goes_on else 0
-        self.place = Place(seed, self.name, epoch, cycle)
+        self.place = Place(seed, self.name, epoch, cycle, self.share.rank)
         if not goes_on:
             self._use_up(restored or {})
             return self._begin(0)
@@ -85,7 +91,7 @@ class Reader:
     def begin_again(self) -> Iterator[Any]:
         """Begin the loader again within one epoch, and return its batches."""
         place = self.place
-        self.place = Place(place.seed, place.reader, place.epoch, place.cycle + 1)
+        self.place = replace(place, cycle=place.cycle + 1)
         return self._begin(0)
 
     def _begin(self, batch: int) -> Iterator[Any]:
@@ -128,6 +134,22 @@ class Reader:
         self._is_finished = True
 
     @property
+    def order(self) -> EpochOrder | ReplayedOrder | None:
+        """What deals the loader's indices out; None where it is read as it is."""
+        order = getattr(self.kind, "order", None)
+        return order if isinstance(order, EpochOrder | ReplayedOrder) else None
+
+    def __len__(self) -> int:
+        """Return the batches of a pass; a TypeError where that is not known."""
+        is_shared = self.order is not None and self.order.share.size > 1
+        return len(self.order if is_shared else self.loader)  # type: ignore[arg-type]
+
+    @property
+    def factor(self) -> float:
+        """How much larger this rank's part of the last batch is than an average one."""
+        return 1.0 if self.order is None else self.order.factor(self.batches - 1)
+
+    @property
     def leads_back(self) -> bool:
         """Whether a place can be told that is not the present one."""
         return not isinstance(self.kind, Stateful) and self.batches > 0
@@ -161,7 +183,8 @@ class Reader:
         """
         self._restored, self._state = position, position.get("state")
         batches = position["batches"] if goes_on else 0
-        self.place = Place(0, self.name, 0, position["cycle"] if goes_on else 0)
+        cycle = position["cycle"] if goes_on else 0
+        self.place = Place(0, self.name, 0, cycle, self.share.rank)
         self._is_finished = goes_on and position["finished"]
         self.batches = self.kind.load(position.get("state", {}), batches)
         if self.kind.draws is not None and "draws" in position:

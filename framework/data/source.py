@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ..errors import ConfigError, DataError
 from .combined import END, CombinedLoader, are_loaders
-from .reader import Reader
+from .reader import ALL, Reader
 from .seeds import SeedSamples, data_seed
+from .share import Share
 
 NO_BATCH = (
     "The loader gave no batch. Check its data set and sampler, and that it can be iterated more "
@@ -48,6 +49,7 @@ class Source:
             as torch seeds them, and loading in this process from the process's generators: a
             resumed run repeats only what it goes through again.
         name: Tells the randomness of this source from that of others.
+        share: The part of the data that this process reads.
     """
 
     def __init__(
@@ -59,17 +61,27 @@ class Source:
         limit: int | None = None,
         seed_samples: SeedSamples = "batch",
         name: str = "train",
+        share: Share = ALL,
     ) -> None:
         self.loader, self.length, self.prepare, self.limit = loader, length, prepare, limit
         self.wait = wait or Wait()
         self.seed_samples = seed_samples
         self.seed = data_seed()
+        self.share_factor = 1.0
+        """How much larger this rank's part of the batch in hand is than an average one."""
+        self.rounds: int | None = None
+        """The most batches of a pass that a rank has, where that is known."""
+        self.common: int | None = None
+        """How many all ranks have, where that is known."""
+        self.have_all: Callable[[bool], bool] | None = None
+        """Says if all ranks have a next batch, where that is only known from batch to batch."""
         self.start = 0
         """The batch at which the next pass begins, where it is the rest of one."""
         loaders = loader.loaders if isinstance(loader, CombinedLoader) else [loader]
         self._readers = [
-            Reader(one, f"{name} {index}", seed_samples) for index, one in enumerate(loaders)
+            Reader(one, f"{name} {index}", seed_samples, share) for index, one in enumerate(loaders)
         ]
+        self._is_shared = share.size > 1 and share.is_dealt and len(loaders) == 1
         self._epoch: int | None = None
         self._batches = 0
         self._parts: list[dict[str, Any]] | None = None
@@ -138,6 +150,8 @@ class Source:
                 batch = prepare(batch)
             wait.seconds += perf_counter() - asked
             self._batches = index + 1
+            if self._is_shared:
+                self.share_factor = self._readers[0].factor
             yield batch, index == last
         self._batches = 0
 
@@ -152,6 +166,8 @@ class Source:
             self._parts = before
             following = next(ahead, END)
             current = batch if prepare is None else prepare(batch)
+            if self.have_all is not None and not self.have_all(following is not END):
+                following = END
             wait.seconds += perf_counter() - asked
             self._batches += 1
             yield current, following is END
@@ -196,6 +212,20 @@ class Source:
         if self.start and not isinstance(self.loader, CombinedLoader):
             self.start = readers[0].batches  # another one where the batch size is
 
+    def size(self) -> int | None:
+        """Return how many batches this rank's loader says it has, or None."""
+        try:
+            if isinstance(self.loader, CombinedLoader):
+                return self.loader.length_of(self._readers)
+            return len(self._readers[0])
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether what this rank reads is its part of what all read together."""
+        return all(reader.order is not None for reader in self._readers)
+
     def close(self) -> None:
         """End the workers of every loader."""
         for reader in self._readers:
@@ -230,21 +260,13 @@ def _no_loader(given: object, stage: str) -> str:
     )
 
 
-def length_of(loader: Any) -> int | None:
-    """Return how many batches ``loader`` says it has, or None."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def limited(
-    loader: Any, limit: int | float, name: str, stage: str
+    length: int | None, limit: int | float, name: str, stage: str
 ) -> tuple[int | None, int | None]:
     """Return the batches of one pass, or None, and the limit for a loader without a length.
 
     Args:
-        loader: The loader.
+        length: How many batches the loader says it has, or None.
         limit: Batches at most as an int, or a share of all of them as a float.
         name: The Trainer's argument, for the message.
         stage: What the loader is for, for the message.
@@ -253,7 +275,6 @@ def limited(
         ConfigError: A share of an unknown number is asked for, or of so few that none is left.
         DataError: The loader has no batch.
     """
-    length = length_of(loader)
     if length is None:
         if isinstance(limit, float) and limit not in (0.0, 1.0):
             raise ConfigError(

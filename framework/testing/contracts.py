@@ -46,7 +46,10 @@ def check_strategy(strategy: Any, **choices: Any) -> None:
         close = torch.allclose(module.layer.weight.cpu(), expected.layer.weight, atol=1e-12)
         assert close, f"gradient_clip_val={clip}: the weights are not those of a hand-written loop"
         assert "val/loss" in result.metrics, "a validation logged nothing"
-    _check_collectives(trainer.strategy)
+    strategy = trainer.strategy
+    strategy.connect(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    _check_collectives(strategy)
+    strategy.close()
 
 
 def _check_collectives(strategy: Any) -> None:

@@ -1,0 +1,201 @@
+"""Several processes: how they find each other, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.utils import clip_grad_norm_
+
+from leyden.errors import ConfigError
+
+from .batch_norm import synchronize
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Processes:
+    """Joins the processes of a run. What they share of values, decisions and files goes here.
+
+    Gradients and metrics travel on ``group``, the training group; plain values and decisions on
+    ``control``, a gloo group of their own that waits for no device.
+
+    Args:
+        timeout: Seconds that a rank waits for the others in a step, before it is an error.
+        first_timeout: The same until the first steps are done: compiling and first batches take
+            long.
+        backend: ``torch.distributed``'s backend; by default ``"nccl"`` on CUDA, else ``"gloo"``.
+    """
+
+    is_lockstep = False
+
+    def __init__(
+        self, timeout: float = 300.0, first_timeout: float = 1800.0, backend: str | None = None
+    ) -> None:
+        for name, value in (("timeout", timeout), ("first_timeout", first_timeout)):
+            if not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigError(f"{name}={value!r} must be seconds, more than 0.")
+        self.timeout, self.first_timeout = float(timeout), max(float(timeout), float(first_timeout))
+        self.backend = backend
+        self.device = torch.device("cpu")
+        self.rank = self.local_rank = self.data_rank = 0
+        self.world_size = self.data_world_size = 1
+        self.group: Any = None
+        self.control: Any = None
+        self._exchanges = 0
+        self._is_by_itself = False
+
+    def connect(self, accelerator: str, devices: int | list[int], num_nodes: int) -> None:
+        if accelerator not in BACKENDS:
+            raise ConfigError(
+                f"{type(self).__name__} runs on 'cpu' and 'cuda', not on {accelerator!r}. Pass "
+                "accelerator='cpu', or strategy='single_device'."
+            )
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cpu")
+        if accelerator == "cuda":
+            self.device = torch.device("cuda", self._device_index(devices))
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            self._join(self.backend or BACKENDS[accelerator])
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._check_number(devices, num_nodes)
+        self.data_rank, self.data_world_size = self.rank, self.world_size
+        self.group = dist.group.WORLD
+        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.first_timeout))
+        self._exchanges = 0
+
+    def _device_index(self, devices: int | list[int]) -> int:
+        indices = list(range(devices)) if isinstance(devices, int) else devices
+        if self.local_rank >= len(indices):
+            raise ConfigError(
+                f"LOCAL_RANK={self.local_rank} finds no device among devices={devices!r}. Start as "
+                "many processes on a machine as it has devices to train on."
+            )
+        return indices[self.local_rank]
+
+    def _join(self, backend: str) -> None:
+        timeout = timedelta(seconds=self.first_timeout)
+        device_id = self.device if self.device.type == "cuda" else None
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            # It lasts as long as the process: a launcher's store knows a first group's keys only.
+            atexit.register(_leave)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            self._is_by_itself = True
+
+    def _check_number(self, devices: int | list[int], num_nodes: int) -> None:
+        each = devices if isinstance(devices, int) else len(devices)
+        if each * num_nodes != self.world_size:
+            raise ConfigError(
+                f"devices={devices!r} on num_nodes={num_nodes} are {each * num_nodes} processes, "
+                f"and {self.world_size} have been started. Make them agree, or leave both out: the "
+                "launcher's numbers are taken then."
+            )
+
+    def creating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def parallelize(self, module: nn.Module) -> None:
+        """Every rank has every layer."""
+
+    def sync_batchnorm(self, module: nn.Module) -> None:
+        synchronize(module, self.group, self.device)
+
+    def prepare_backward(self, loss: Tensor) -> None:
+        """Every backward is alike."""
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def reduce(self, value: Tensor, op: str) -> Tensor:
+        is_mean = op == "mean"
+        reduced = value.detach().to(self.device, copy=True)
+        if is_mean and not reduced.is_floating_point():
+            reduced = reduced.to(torch.get_default_dtype())
+        dist.all_reduce(reduced, OPS["sum" if is_mean else op], group=self.group)
+        return reduced / self.data_world_size if is_mean else reduced
+
+    def all_gather(self, value: Tensor, sync_grads: bool = False) -> Tensor:
+        value = value.to(self.device).contiguous()
+        if sync_grads:
+            return _Gathered.apply(value, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return _gathered(value.detach(), self.group)
+
+    def broadcast(self, value: Any) -> Any:
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, group=self.control)
+        return holder[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.control)
+        return gathered
+
+    def exchange(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.clone()
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.control)
+        self._exchanges += 1
+        if self._exchanges == 6:  # so the first steps are done
+            self._shorten()
+        return numbers
+
+    def _shorten(self) -> None:
+        """Wait for others no longer than a step may take."""
+        if self.timeout < self.first_timeout:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), self.group)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        control, self.control, self.group = self.control, None, None
+        if self._is_by_itself:
+            self._is_by_itself = False
+            _leave()
+        elif sys.exc_info()[0] is not None:
+            # Others may be gone, and to take leave of them could wait for ever.
+            atexit.unregister(_leave)
+        elif control is not None and dist.is_initialized():
+            dist.destroy_process_group(control)
+
+
+def _gathered(value: Tensor, group: Any) -> Tensor:
+    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, value, group=group)
+    return torch.stack(gathered)
+
+
+class _Gathered(torch.autograd.Function):
+    """A gather whose gradients flow back: each rank gets the sum of what all made of its value."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, group: Any) -> Tensor:
+        context.group = group
+        return _gathered(value, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=context.group)
+        return total[dist.get_rank(context.group)], None
+
+
+def _leave() -> None:
+    """End the process group at the end of the process, which torch asks for."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
