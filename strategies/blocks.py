@@ -45,7 +45,9 @@ def blocks(module: nn.Module, chosen: Chosen = None) -> dict[str, nn.Module]:
             return isinstance(layer, classes)
 
     layers = dict(module.named_modules())
-    found = {n: m for n, m in layers.items() if n and chosen(n, m) and any(True for _ in m.parameters())}
+    found = {
+        n: m for n, m in layers.items() if n and chosen(n, m) and any(True for _ in m.parameters())
+    }
     if not found:
         kinds = sorted({type(m).__name__ for n, m in layers.items() if n})
         raise ConfigError(

@@ -188,9 +188,7 @@ class FSDP(Processes):
                 shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         for block in reversed(units.values()):
             if not isinstance(block, FSDPModule):
-                shard(
-                    block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward
-                )
+                shard(block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward)
         kind = type(module)
         # The Module's own forward may run within a step, which goes on using what it gathered.
         shard(module, mp_policy=mixed, reshard_after_forward=False)

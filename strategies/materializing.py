@@ -15,9 +15,7 @@ from leyden.errors import ModuleError
 from .blocks import tied
 
 
-def materialize(
-    module: nn.Module, device: torch.device, broadcast: Callable[[Any], Any]
-) -> None:
+def materialize(module: nn.Module, device: torch.device, broadcast: Callable[[Any], Any]) -> None:
     """Give everything of ``module`` that is on the meta device memory and its first value.
 
     Each rank takes memory for its part. Values come from the module's ``init_weights()``, or else
@@ -63,9 +61,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _layers_to_fill(
-    module: nn.Module, described: dict[str, Tensor]
-) -> list[tuple[nn.Module, str]]:
+def _layers_to_fill(module: nn.Module, described: dict[str, Tensor]) -> list[tuple[nn.Module, str]]:
     """Return what is to be called, on which layer."""
     if callable(getattr(module, "init_weights", None)):
         return [(module, "init_weights")]
