@@ -66,7 +66,7 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
     def parallelize(self, mesh: Any) -> Any:
-        """Split layers over the ranks of ``mesh["tp"]``, where the strategy's mesh has more than one.
+        """Split layers over the ranks of ``mesh["tp"]``; called where there are several.
 
         Args:
             mesh: The run's ``DeviceMesh``, with axes by name.

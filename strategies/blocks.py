@@ -14,6 +14,9 @@ from leyden.errors import ConfigError
 Chosen = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """How blocks are chosen: classes, a function of name and layer, or by default by repetition."""
 
+UNCALLED = (nn.ModuleList, nn.ModuleDict)
+"""Layers that hold others and have no forward."""
+
 
 def blocks(module: nn.Module, chosen: Chosen = None) -> dict[str, nn.Module]:
     """Return the blocks of ``module`` by name, an outer one before those inside of it.
@@ -73,7 +76,7 @@ def parts(module: nn.Module) -> dict[str, nn.Module]:
 
     def look(prefix: str, parent: nn.Module) -> None:
         for name, child in parent.named_children():
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(child, UNCALLED):
                 look(f"{prefix}{name}.", child)
             elif any(True for _ in child.parameters()):
                 found.setdefault(f"{prefix}{name}", child)
@@ -104,7 +107,7 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
         alike: dict[type, list[str]] = defaultdict(list)
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             for name, child in children.items():
-                if any(True for _ in child.parameters()):
+                if not isinstance(child, UNCALLED) and any(True for _ in child.parameters()):
                     alike[type(child)].append(name)
         repeated = {name for names in alike.values() if len(names) > 1 for name in names}
         for name, child in children.items():

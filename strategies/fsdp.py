@@ -144,8 +144,8 @@ class FSDP(Processes):
         own = [p for p in module.parameters() if not self._is_reduced(p)]
         for parameter in own:
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._average)
-                self._hooks.append(hook)
+                leaf: Any = parameter
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(self._average))
 
     @property
     def _home(self) -> torch.device:
@@ -228,11 +228,12 @@ class FSDP(Processes):
 
     def prepare(self, module: nn.Module, step: str) -> Callable[..., Any]:
         register_fsdp_forward_method(module, step)
-        method = vars(module).pop(step)
+        method: Callable[..., Any] = vars(module).pop(step)
+        sharded: Any = module
         if step == "training_step":
 
             def run(*arguments: Any) -> Any:
-                module.reshard()  # where the step before had no backward
+                sharded.reshard()  # where the step before had no backward
                 return method(*arguments)
         else:
 
@@ -240,7 +241,7 @@ class FSDP(Processes):
                 try:
                     return method(*arguments)
                 finally:
-                    module.reshard()  # no backward does
+                    sharded.reshard()  # no backward does
 
         return run
 

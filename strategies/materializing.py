@@ -35,7 +35,7 @@ def materialize(module: nn.Module, device: torch.device, broadcast: Callable[[An
         return
     layers = _layers_to_fill(module, described)
     ties = tied(module)
-    module._apply(lambda tensor: _filled(tensor, device) if tensor.is_meta else tensor)
+    module._apply(lambda tensor: _filled(tensor, device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     for first, *others in ties:
         holder, _, attribute = first.rpartition(".")
         parameter = getattr(module.get_submodule(holder), attribute)
@@ -46,7 +46,7 @@ def materialize(module: nn.Module, device: torch.device, broadcast: Callable[[An
     torch.set_rng_state(states[0])
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1])
-    with torch.no_grad(), _DrawsWhole():
+    with torch.no_grad(), _DrawsWhole():  # type: ignore[no-untyped-call]
         for layer, method in layers:
             getattr(layer, method)()
     left = [n for n, tensor in _tensors(module).items() if n in described and _is_unset(tensor)]
@@ -125,7 +125,7 @@ def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), own
 
 
-class _DrawsWhole(TorchDispatchMode):
+class _DrawsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets random values for a part of a tensor be that part of the whole tensor's."""
 
     def __torch_dispatch__(
@@ -134,10 +134,11 @@ class _DrawsWhole(TorchDispatchMode):
         kwargs = kwargs or {}
         target = args[0] if args else None
         if isinstance(target, DTensor) and torch.Tag.nondeterministic_seeded in func.tags:
-            local: Any = target.to_local()
+            laid: Any = target
+            local = laid.to_local()
             whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
             func(whole, *args[1:], **kwargs)
-            (chunk,) = target.__create_chunk_list__()  # type: ignore[attr-defined]
+            (chunk,) = laid.__create_chunk_list__()
             pairs = zip(chunk.offsets, chunk.sizes, strict=True)
             part = whole[tuple(slice(start, start + size) for start, size in pairs)]
             if local.numel():

@@ -47,7 +47,7 @@ class Net(Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Linear(5, 5)
-        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(5) for _ in range(2))
         self.head = nn.Linear(5, 5, bias=False)
         self.scale = nn.Parameter(torch.ones(5))
         self.to(self.dtype_made)
@@ -138,7 +138,7 @@ class TwoNetworks(Net):
 CASES = {
     "plain": (Net, {}),
     "bf16-mixed": (Mixed, {"precision": "bf16-mixed"}),
-    "accumulation": (Net, {"accumulate_grad_batches": 3}),
+    "accumulation": (Net, {"accumulate_grad_batches": 2}),
     "clipping": (Net, {"gradient_clip_val": 0.1}),
     "frozen": (Frozen, {"gradient_clip_val": 0.1}),
     "tied": (Tied, {"gradient_clip_val": 0.1}),
