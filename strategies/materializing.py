@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,13 +42,17 @@ def materialize(module: nn.Module, device: torch.device, broadcast: Callable[[An
         for name in others:
             holder, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(holder), attribute, parameter)
+    filled = {id(tensor) for name, tensor in _tensors(module).items() if name in described}
     states = broadcast(_generators(device))
     torch.set_rng_state(states[0])
     if states[1] is not None:
         torch.get_device_module(device).set_rng_state(states[1])
     with torch.no_grad(), _DrawsWhole():  # type: ignore[no-untyped-call]
         for layer, method in layers:
+            there = [] if layer is module else _own(layer, without=filled)
             getattr(layer, method)()
+            for tensor, value in there:
+                tensor.copy_(value)
     left = [n for n, tensor in _tensors(module).items() if n in described and _is_unset(tensor)]
     if left:
         raise _nothing_fills(module, left)
@@ -59,6 +63,13 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
         **dict(module.named_parameters()),
         **dict(module.named_buffers()),
     }
+
+
+def _own(layer: nn.Module, without: Collection[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the layer's tensors that had values before, each with a copy of its part."""
+    held = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in held if id(t) not in without]
+    return [(tensor.detach(), tensor.detach().clone()) for tensor in local]
 
 
 def _layers_to_fill(module: nn.Module, described: dict[str, Tensor]) -> list[tuple[nn.Module, str]]:
