@@ -65,6 +65,21 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         """Return the predictions of one batch; by default those of ``forward``."""
         return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
+    def parallelize(self, mesh: Any) -> Any:
+        """Split layers over the ranks of ``mesh["tp"]``; called where there are several.
+
+        Args:
+            mesh: The run's ``DeviceMesh``, with axes by name.
+
+        Returns:
+            A plan for torch's ``parallelize_module``, such as ``{"up": ColwiseParallel(), "down":
+            RowwiseParallel()}``, or None where it has applied one itself.
+        """
+        raise ModuleError(
+            f"The mesh's tp axis splits layers, and {type(self).__name__} has no "
+            "parallelize(mesh) to say how. Define it, or leave tp out of the mesh."
+        )
+
     def configure_optimizers(self) -> Any:
         """Return what updates the parameters, and its schedules.
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_
 
 from . import choices
 from .data.transfer import mapped
 from .errors import LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
 from .rank_zero import rank
+from .shards import local
 from .state import State
 from .training import expected_steps
 
@@ -368,7 +368,10 @@ class RunView:
         run.precision.unscale(optimizer.optimizer if is_wrapped else optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if algorithm == "value":
-            clip_grad_value_(parameters, limit)
+            gradients = [local(p.grad) for p in parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_clamp_min_(gradients, -limit)
+                torch._foreach_clamp_max_(gradients, limit)
         else:
             run.strategy.clip_grad_norm(parameters, limit)
 

@@ -27,6 +27,12 @@ def is_split(value: Any) -> bool:
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of ``tensor``, in the same memory; all of it where it is whole."""
+    part: Tensor = tensor.to_local() if is_split(tensor) else tensor
+    return part.detach()
+
+
 def is_stored(value: Any) -> TypeGuard[Any]:
     """Return whether ``value`` is a tensor that stays in a checkpoint's files until it is used."""
     return isinstance(value, Tensor) and hasattr(value, "read_into")

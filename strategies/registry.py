@@ -10,6 +10,8 @@ def register_strategies() -> dict[str, str]:
         "single_device": "leyden.strategies.single_device:SingleDevice",
         "ddp": "leyden.strategies.ddp:DDP",
         "ddp_find_unused_parameters_true": "leyden.strategies.ddp:finding_unused_parameters",
+        "fsdp": "leyden.strategies.fsdp:FSDP",
+        "hsdp": "leyden.strategies.fsdp:hybrid",
     }
 
 
