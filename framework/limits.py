@@ -66,8 +66,17 @@ class Limits:
         )
         self.use_distributed_sampler = asked(switch, "use_distributed_sampler", True)
         self.sync_batchnorm = asked(switch, "sync_batchnorm")
+        self._take_memory(given)
         if self.fast_dev_run:
             self._try_everything_briefly()
+
+    def _take_memory(self, given: Mapping[str, Any]) -> None:
+        """Take over what is recomputed, kept elsewhere, compiled and stepped early."""
+        self.activation_checkpointing = choices.recomputation(given["activation_checkpointing"])
+        self.activation_offload = switch("activation_offload", given["activation_offload"])
+        self.optimizer_in_backward = switch("optimizer_in_backward", given["optimizer_in_backward"])
+        self.compiles, self.compile_options = choices.compilation(given["compile"])
+        self.block_choice = choices.block_choice(given["blocks"])
 
     def _try_everything_briefly(self) -> None:
         """Go by the ``fast_dev_run`` batches of each stage."""
