@@ -1,4 +1,4 @@
-"""The blocks of a module: the repeated parts that are recomputed, compiled or sharded one by one."""
+"""The blocks of a module: parts that are recomputed, compiled or sharded one by one."""
 
 from __future__ import annotations
 

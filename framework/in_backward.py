@@ -1,4 +1,4 @@
-"""Optimizer steps taken in backward: each parameter's as its gradient is ready, which is then freed.
+"""Optimizer steps in backward: each parameter's as its gradient is ready, which is then freed.
 
 Source: PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward pass".
 """

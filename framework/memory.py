@@ -97,9 +97,9 @@ def recomputed(function: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def keeps_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what matrix products, convolutions and attention return, and compute the rest again."""
-    if isinstance(operation, torch._ops.OpOverload) and operation.namespace == "aten":
-        if operation._opname in SAVED:
-            return CheckpointPolicy.MUST_SAVE
+    is_aten = isinstance(operation, torch._ops.OpOverload) and operation.namespace == "aten"
+    if is_aten and operation._opname in SAVED:
+        return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
