@@ -7,6 +7,7 @@ from typing import Any
 
 from . import choices
 from .choices import batches, one_of, positive, switch, whole
+from .errors import ConfigError
 from .schedule import check_interval
 
 
@@ -76,6 +77,14 @@ class Limits:
         self.activation_offload = switch("activation_offload", given["activation_offload"])
         self.optimizer_in_backward = switch("optimizer_in_backward", given["optimizer_in_backward"])
         self.compiles, self.compile_options = choices.compilation(given["compile"])
+        backend = str(self.compile_options.get("backend", ""))
+        if self.activation_checkpointing is not None and backend.startswith("eager"):
+            # torch draws dropout anew where it computes again, so that gradients are wrong.
+            raise ConfigError(
+                f"compile={given['compile']!r} with activation_checkpointing: backend {backend!r} "
+                "draws other random numbers when it computes again. Pass 'aot_eager', which "
+                "generates no code either, or another backend."
+            )
         self.block_choice = choices.block_choice(given["blocks"])
 
     def _try_everything_briefly(self) -> None:

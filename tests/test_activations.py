@@ -248,7 +248,8 @@ def on_two_ranks(choice, compiles):
 
 
 @pytest.mark.parametrize(
-    ("choice", "compiles"), [("full", None), ("selective", {"blocks": True, "backend": "eager"})]
+    ("choice", "compiles"),
+    [("full", None), ("selective", {"blocks": True, "backend": "aot_eager"})],
 )
 def test_copies_on_two_ranks_train_as_without_it(choice, compiles):
     assert on_ranks(2, on_two_ranks, choice, compiles) == [True, True]
@@ -305,6 +306,10 @@ def test_without_blocks_the_error_says_how_to_name_them():
         ({"blocks": ()}, r"blocks=\(\) names no blocks"),
         ({"compile": "block"}, "compile='block' is not known"),
         ({"compile": {"backedn": "eager"}}, "Did you mean 'backend'"),
+        (
+            {"compile": {"backend": "eager"}, "activation_checkpointing": "full"},
+            "backend 'eager' draws other random numbers",
+        ),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_is_allowed(choices, message):
