@@ -211,6 +211,11 @@ class RunView:
         return self._run.optimizers if self._run else []
 
     @property
+    def blocks(self) -> dict[str, torch.nn.Module]:
+        """The Module's blocks that this run recomputes or compiles, by name."""
+        return self._run.blocks if self._run else {}
+
+    @property
     def loop_optimizers(self) -> list[LoopOptimizer]:
         """The optimizers as manual optimization steps them."""
         return self._run.loop_optimizers if self._run else []
