@@ -252,6 +252,8 @@ def test_to_expect_memory_changes_no_optimizer(capsys):
     assert states == [{}]
 
 
+# torch's own look at a value between two graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_is_recomputed_and_compiled_is_shown(capsys):
     net = Net(body=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), head=nn.Linear(3, 1))
     lines = shown(
