@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +64,12 @@ def missing_flops() -> dict[Any, Any]:
     }
 
 
+class _Undivided(nullcontext[None]):
+    """Says of every operation that it is the whole's."""
+
+    parents = ("Global",)
+
+
 class StepFlops(FlopCounterMode):
     """Counts the FLOPs of a step's forward and backward, a multiply-add being two.
 
@@ -76,13 +81,12 @@ class StepFlops(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=missing_flops())
         self._around = ExitStack()
+        # torch's tracker of parts keeps their inputs alive, which recomputing is to save.
+        self.mod_tracker: Any = _Undivided()
 
     def __enter__(self) -> StepFlops:
         if "torch._dynamo" in sys.modules:
             self._around.enter_context(torch.compiler.set_stance("force_eager"))
-        # torch's tracker of parts, which is not used here, is puzzled by a forward in backward.
-        self._around.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

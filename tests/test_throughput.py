@@ -1,5 +1,6 @@
 """Throughput counts what it says, over all ranks, and FLOPs are those worked out by hand."""
 
+import weakref
 from time import sleep
 
 import pytest
@@ -102,6 +103,23 @@ def test_the_models_flops_are_counted_whatever_is_recomputed_or_compiled(choices
     assert callback.flops_per_batch == FORWARD + BACKWARD
     # It has left no mode behind, and nothing compiles less than before.
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_the_batch_that_is_counted_keeps_no_more_than_others():
+    made, alive = [], []
+
+    class Watched(Net):
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                block.a.register_forward_hook(lambda _, __, out: made.append(weakref.ref(out)))
+
+        def on_before_backward(self, loss):
+            alive.append(sum(ref() is not None for ref in made))
+            made.clear()
+
+    fitted(Throughput(5), Watched(), activation_checkpointing="full")
+    assert alive == [0] * 12
 
 
 def test_attention_is_counted_in_both_directions():
