@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import rng, saving, weights
+from .data.samples import known_count
 from .errors import ModuleError
 from .hparams import KeepsHyperparameters
 from .overrides import DataHooks, TrainingHooks
@@ -65,21 +66,6 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         """Return the predictions of one batch; by default those of ``forward``."""
         return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
-    def parallelize(self, mesh: Any) -> Any:
-        """Split layers over the ranks of ``mesh["tp"]``; called where there are several.
-
-        Args:
-            mesh: The run's ``DeviceMesh``, with axes by name.
-
-        Returns:
-            A plan for torch's ``parallelize_module``, such as ``{"up": ColwiseParallel(), "down":
-            RowwiseParallel()}``, or None where it has applied one itself.
-        """
-        raise ModuleError(
-            f"The mesh's tp axis splits layers, and {type(self).__name__} has no "
-            "parallelize(mesh) to say how. Define it, or leave tp out of the mesh."
-        )
-
     def configure_optimizers(self) -> Any:
         """Return what updates the parameters, and its schedules.
 
@@ -92,11 +78,11 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         raise ModuleError(f"{type(self).__name__} has no configure_optimizers().")
 
     def count_samples(self, batch: Any) -> int | None:
-        """Return how many samples ``batch`` holds, or None to have them counted.
+        """Return how many samples ``batch`` holds, or None where it does not tell.
 
         Define it where the first dimension of the batch's tensors does not tell.
         """
-        return None
+        return known_count(batch)
 
     def log(
         self,

@@ -12,9 +12,9 @@ from torch import nn
 
 from . import parts
 from .datamodule import DataModule
+from .dtensors import is_split
 from .metrics import Readings
 from .run_folder import RunFolder
-from .shards import is_split
 from .wiring import Request, assemble
 
 if TYPE_CHECKING:

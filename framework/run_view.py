@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import choices
 from .data.transfer import mapped
+from .dtensors import local
 from .errors import LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
 from .rank_zero import rank
-from .shards import local
 from .state import State
 from .training import expected_steps
 
@@ -209,6 +209,11 @@ class RunView:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers, as ``configure_optimizers`` returned them."""
         return self._run.optimizers if self._run else []
+
+    @property
+    def blocks(self) -> dict[str, torch.nn.Module]:
+        """The Module's blocks that this run recomputes or compiles, by name."""
+        return self._run.blocks if self._run else {}
 
     @property
     def loop_optimizers(self) -> list[LoopOptimizer]:

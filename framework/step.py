@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .data.transfer import mapped
+from .dtensors import local
 from .errors import ModuleError, unknown
 from .rank_zero import rank_zero_warn
-from .shards import local
 
 if TYPE_CHECKING:
     from .optimizers import SchedulerConfig

@@ -86,6 +86,16 @@ class Trainer(Limits, RunView):
         name: Folder of this kind of run in it; by default the script's name.
         profiler: Name of a registered profiler, or one.
         checkpointer: Name of a registered checkpointer, or one.
+        activation_checkpointing: What of each block is computed again in backward rather than
+            kept: ``"full"`` for all, ``"selective"`` for all but matrix products, convolutions and
+            attention, or a policy as torch's ``create_selective_checkpoint_contexts`` takes it.
+        activation_offload: Whether what is kept for backward waits in the CPU's memory.
+        optimizer_in_backward: Whether each parameter is stepped as its gradient is ready, which is
+            then freed.
+        compile: True compiles the steps, ``"blocks"`` each block; a dict has torch.compile's
+            options, with ``"blocks": True`` for blocks.
+        blocks: The Module's blocks: their class, a tuple of classes, or a function of name and
+            part. By default the parts that a list or sequence in it repeats.
 
     Raises:
         ConfigError: A choice is out of its range, or a name is not registered.
@@ -138,6 +148,11 @@ class Trainer(Limits, RunView):
         name: str | None = None,
         profiler: Any = None,
         checkpointer: Any = "file",
+        activation_checkpointing: Any = None,
+        activation_offload: bool = False,
+        optimizer_in_backward: bool = False,
+        compile: Any = None,
+        blocks: Any = None,
         **unexpected: Any,
     ) -> None:
         given = dict(locals())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from leyden.dtensors import local
+
 
 @torch.no_grad()
 def clip_grad_norm(
@@ -24,7 +26,7 @@ def clip_grad_norm(
         The norm before, shape ``()``, the same on every rank.
     """
     held = [parameter for parameter in parameters if parameter.requires_grad]
-    local: dict[tuple[int, ...], list[Tensor]] = {}
+    held_here: dict[tuple[int, ...], list[Tensor]] = {}
     axes: dict[tuple[int, ...], list[Any]] = {}
     every: list[Tensor] = []
     for parameter in held:
@@ -32,11 +34,11 @@ def clip_grad_norm(
         value, groups = parameter.grad, _groups(parameter)
         key = tuple(id(group) for group in groups)
         axes.setdefault(key, groups)
-        parts = local.setdefault(key, [])
+        parts = held_here.setdefault(key, [])
         if value is not None:
-            every.append(_local(value))
-            parts.append(_local(_summed(value)))
-    powers = [_power(parts, norm_type, device) for parts in local.values()]
+            every.append(local(value))
+            parts.append(local(_summed(value)))
+    powers = [_power(parts, norm_type, device) for parts in held_here.values()]
     op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
     for power, groups in zip(powers, axes.values(), strict=True):
         for group in groups:
@@ -69,10 +71,6 @@ def _summed(gradient: Tensor) -> Tensor:
         placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
         return gradient.redistribute(placements=placements)
     return gradient
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _power(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from leyden.dtensors import local
 from leyden.errors import ConfigError
 from leyden.rank_zero import rank_zero_info
 
-from .blocks import Chosen, batch_norms, blocks, named_parameters, parts
 from .clipping import clip_grad_norm
 from .materializing import materialize
 from .processes import Processes, _leave
+from .sharding import Chosen, batch_norms, named_parameters, parts, units
 
 if TYPE_CHECKING:
     from leyden.protocols import Precision
@@ -160,12 +161,12 @@ class FSDP(Processes):
 
     def _shard(self, module: nn.Module, precision: Precision) -> None:
         whole = set(named_parameters(module, self.ignored).values())
-        units = blocks(module, self.shard)
+        chosen = units(module, self.shard)
         if self._is_manual:
             # Each network is gathered by itself whenever it runs, between one update and the next.
-            units = parts(module) | units
+            chosen = parts(module) | chosen
             whole |= set(module._parameters.values()) - {None}  # type: ignore[arg-type]
-        self.blocks = list(units)
+        self.blocks = list(chosen)
         for parameter in whole:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(self.device)
@@ -186,7 +187,7 @@ class FSDP(Processes):
         if dtype is not None:
             for norm in batch_norms(module):
                 shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-        for block in reversed(units.values()):
+        for block in reversed(chosen.values()):
             if not isinstance(block, FSDPModule):
                 shard(block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward)
         kind = type(module)
@@ -221,10 +222,9 @@ class FSDP(Processes):
 
     def _average(self, parameter: Tensor) -> None:
         if self._syncs and parameter.grad is not None:
-            gradient: Any = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(local, group=self.group)
-            local /= self.data_world_size
+            gradient = local(parameter.grad)
+            dist.all_reduce(gradient, group=self.group)
+            gradient /= self.data_world_size
 
     def prepare(self, module: nn.Module, step: str) -> Callable[..., Any]:
         register_fsdp_forward_method(module, step)

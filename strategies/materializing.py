@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leyden.dtensors import local
 from leyden.errors import ModuleError
 
-from .blocks import tied
+from .sharding import tied
 
 
 def materialize(module: nn.Module, device: torch.device, broadcast: Callable[[Any], Any]) -> None:
@@ -68,8 +69,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _own(layer: nn.Module, without: Collection[int]) -> list[tuple[Tensor, Tensor]]:
     """Return the layer's tensors that had values before, each with a copy of its part."""
     held = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in held if id(t) not in without]
-    return [(tensor.detach(), tensor.detach().clone()) for tensor in local]
+    own = [local(tensor) for tensor in held if id(tensor) not in without]
+    return [(tensor, tensor.clone()) for tensor in own]
 
 
 def _layers_to_fill(module: nn.Module, described: dict[str, Tensor]) -> list[tuple[nn.Module, str]]:
@@ -105,9 +106,8 @@ def _nothing_fills(module: nn.Module, names: list[str]) -> ModuleError:
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
     """Return memory for ``tensor`` that shows whether anything has been written there since."""
     empty = torch.empty_like(tensor, device=device)
-    local = empty.to_local() if isinstance(empty, DTensor) else empty
-    with torch.no_grad():
-        local.fill_(_unset(local.dtype))
+    part = local(empty)
+    part.fill_(_unset(part.dtype))
     return empty
 
 
@@ -118,15 +118,12 @@ def _unset(dtype: torch.dtype) -> Any:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not local.numel() or local.dtype is torch.bool:
+    part = local(tensor)
+    if not part.numel() or part.dtype is torch.bool:
         return False
-    local = local.detach()
-    first = local.reshape(-1)[0] if local.is_contiguous() else local.flatten()[0]
-    unset = _unset(local.dtype)
-    if local.dtype.is_floating_point or local.dtype.is_complex:
-        return bool(first.isnan()) or bool(local.isnan().any())
-    return bool(first == unset)
+    if part.dtype.is_floating_point or part.dtype.is_complex:
+        return bool(part.isnan().any())
+    return bool((part == _unset(part.dtype)).any())
 
 
 def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -146,13 +143,13 @@ class _DrawsWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = args[0] if args else None
         if isinstance(target, DTensor) and torch.Tag.nondeterministic_seeded in func.tags:
             laid: Any = target
-            local = laid.to_local()
-            whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+            own = local(target)
+            whole = torch.empty(target.shape, dtype=target.dtype, device=own.device)
             func(whole, *args[1:], **kwargs)
             (chunk,) = laid.__create_chunk_list__()
             pairs = zip(chunk.offsets, chunk.sizes, strict=True)
             part = whole[tuple(slice(start, start + size) for start, size in pairs)]
-            if local.numel():
-                local.copy_(part)
+            if own.numel():
+                own.copy_(part)
             return target
         return func(*args, **kwargs)

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from leyden.errors import ConfigError, ModuleError
 
-from .blocks import tied
 from .fsdp import FSDP
+from .sharding import tied
 
 
 class Mesh(FSDP):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from leyden.dtensors import is_split, local
 from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class MixedPrecision:
     def unscale(self, optimizer: Optimizer) -> None:
         # unscale_ raises when called twice in a step: by the loop, and by a user who clips.
         if self.scaler is not None and self._of(optimizer)["stage"] is OptState.READY:
-            if any(hasattr(p, "device_mesh") for p in _parameters(optimizer)):
+            if any(is_split(p) for p in _parameters(optimizer)):
                 self._unscale_parts(optimizer, self.scaler)
             else:
                 self.scaler.unscale_(optimizer)
@@ -76,9 +77,8 @@ class MixedPrecision:
         parts: list[Tensor] = []
         for gradient in (parameter.grad for parameter in _parameters(optimizer)):
             if gradient is not None:
-                own: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                part = own.detach()
-                part.grad = own.detach()
+                part = local(gradient)
+                part.grad = local(gradient)
                 parts.append(part)
         # All that a scaler looks at. It cannot take tensors of several meshes at once.
         as_optimizer: Any = SimpleNamespace(param_groups=[{"params": parts}])

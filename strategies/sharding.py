@@ -1,58 +1,39 @@
-"""The layers of a model that are sharded each by itself."""
+"""What is sharded by itself: blocks, called parts, and what ties them together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leyden.blocks import UNCALLED, blocks_of
 from leyden.errors import ConfigError
 
 Chosen = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 """How blocks are chosen: classes, a function of name and layer, or by default by repetition."""
 
-UNCALLED = (nn.ModuleList, nn.ModuleDict)
-"""Layers that hold others and have no forward."""
 
-
-def blocks(module: nn.Module, chosen: Chosen = None) -> dict[str, nn.Module]:
-    """Return the blocks of ``module`` by name, an outer one before those inside of it.
+def units(module: nn.Module, chosen: Chosen = None) -> dict[str, nn.Module]:
+    """Return the layers that are gathered each by itself, an outer one before those inside of it.
 
     Args:
-        module: The model; it is no block itself.
-        chosen: Classes of blocks, or a function of a layer's name and the layer. By default a block
-            is a child of a ModuleList or Sequential that holds at least two of its class with
-            parameters, where nothing around it is a block.
+        module: The model; it is no unit itself.
+        chosen: Classes of layers, or a function of a layer's name and the layer. By default its
+            blocks, as `leyden.blocks.blocks_of` finds them.
 
     Raises:
         ConfigError: No layer was chosen, or one shares a parameter with the rest of the model.
     """
     if chosen is None:
-        found = _repeated(module)
+        found = blocks_of(module)
         shared = _shared_outside(module, found)
         return {name: block for name, block in found.items() if name not in shared}
-    if isinstance(chosen, type):
-        chosen = (chosen,)
-    if not callable(chosen):
-        classes = tuple(chosen)
-        if not all(isinstance(one, type) for one in classes):
-            raise ConfigError(
-                f"shard={chosen!r} must be classes of layers, such as (Block,), or a function of "
-                "a layer's name and the layer."
-            )
-
-        def chosen(name: str, layer: nn.Module) -> bool:
-            return isinstance(layer, classes)
-
-    layers = dict(module.named_modules())
-    found = {
-        n: m for n, m in layers.items() if n and chosen(n, m) and any(True for _ in m.parameters())
-    }
+    found = blocks_of(module, _choice(chosen), nested=True)
     if not found:
-        kinds = sorted({type(m).__name__ for n, m in layers.items() if n})
+        kinds = sorted({type(m).__name__ for name, m in module.named_modules() if name})
         raise ConfigError(
             f"shard= chose no layer with parameters of {type(module).__name__}. It is made of: "
             f"{', '.join(kinds)}."
@@ -65,6 +46,18 @@ def blocks(module: nn.Module, chosen: Chosen = None) -> dict[str, nn.Module]:
             "one shard, or they would part. Leave this layer out of shard=."
         )
     return found
+
+
+def _choice(chosen: Any) -> Any:
+    if isinstance(chosen, type) or callable(chosen):
+        return chosen
+    classes = tuple(chosen)
+    if not all(isinstance(one, type) for one in classes):
+        raise ConfigError(
+            f"shard={chosen!r} must be classes of layers, such as (Block,), or a function of "
+            "a layer's name and the layer."
+        )
+    return classes
 
 
 def parts(module: nn.Module) -> dict[str, nn.Module]:
@@ -99,32 +92,10 @@ def tied(module: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _repeated(module: nn.Module) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-
-    def look(prefix: str, parent: nn.Module) -> None:
-        children = {name: m for name, m in parent.named_children()}
-        alike: dict[type, list[str]] = defaultdict(list)
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            for name, child in children.items():
-                if not isinstance(child, UNCALLED) and any(True for _ in child.parameters()):
-                    alike[type(child)].append(name)
-        repeated = {name for names in alike.values() if len(names) > 1 for name in names}
-        for name, child in children.items():
-            if name in repeated:
-                found[f"{prefix}{name}"] = child
-            else:
-                look(f"{prefix}{name}.", child)
-
-    look("", module)
-    return found
-
-
 def _shared_outside(module: nn.Module, found: dict[str, nn.Module]) -> dict[str, list[str]]:
     """Return the blocks that share a parameter with what is outside of them, and its names."""
     shared: dict[str, list[str]] = {}
-    ties: Iterable[list[str]] = tied(module)
-    for names in ties:
+    for names in tied(module):
         for block in found:
             inside = [name.startswith(f"{block}.") for name in names]
             if any(inside) and not all(inside):
