@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from leyden.dtensors import local
+from leyden.dtensors import is_split, local
 
 T = TypeVar("T")
 
@@ -130,9 +130,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _plain(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        local = local(value)
-        if _is_plain(local):
-            yield local
+        part = local(value)
+        if _is_plain(part):
+            yield part
     elif isinstance(value, dict):
         for entry in value.values():
             yield from _plain(entry)
@@ -143,11 +143,10 @@ def _plain(value: Any) -> Iterator[Tensor]:
 
 def _copied(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, Tensor):
-        local: Any = local(value)
-        if local is not value:
+        if is_split(value):
             whole: Any = value
-            return type(whole).fromlocal(
-                _copied(local, copies), whole.device_mesh, whole.placements,
+            return type(whole).from_local(
+                _copied(local(whole), copies), whole.device_mesh, whole.placements,
                 run_check=False, shape=whole.shape, stride=whole.stride(),
             )  # fmt: skip
         if not _is_plain(value):
