@@ -87,7 +87,13 @@ def is_started() -> bool:
 
 def _is_initialised() -> bool:
     dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()
+    # A group of this process alone is one that a strategy has left, or of no consequence.
+    return (
+        dist is not None
+        and dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    )
 
 
 def _started() -> tuple[int, int]:
@@ -166,6 +172,12 @@ def _launched(trainer: Trainer, method: Callable[..., Any], args: Any, kwargs: A
         raise ConfigError(
             "CUDA has been used in this process, and processes forked from it could not use it. "
             "Restart the kernel and let fit be the first to touch a device, or run a script."
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise ConfigError(
+            "torch.distributed has been initialised in this process, as a sharded Module on one "
+            f"device does, and {count} processes forked from it could not join each other. "
+            "Restart the kernel, or run a script."
         )
     packed = trainer.launcher.launch(
         functools.partial(outcome.of_call, trainer, method, args, kwargs), count

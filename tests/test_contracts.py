@@ -5,14 +5,23 @@ import torch
 
 from leyden.manager import Registry
 from leyden.strategies.single_device import SingleDevice
-from leyden.testing import check_precision, check_strategy
+from leyden.testing import check_precision, check_strategy, on_ranks
 
 REGISTRY = Registry()
 
 
-@pytest.mark.parametrize("name", REGISTRY.listed("strategy"))
-def test_strategy(name):
-    check_strategy(name)
+def checked(name, ranks):
+    check_strategy(name, accelerator="cpu", devices=ranks)
+
+
+SEVERAL = [(name, 2) for name in REGISTRY.listed("strategy") if name != "single_device"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, 1) for name in REGISTRY.listed("strategy")] + SEVERAL
+)
+def test_strategy(name, ranks):
+    on_ranks(ranks, checked, name, ranks)  # apart: one that shards leaves its process group
 
 
 @pytest.mark.parametrize("name", REGISTRY.listed("precision"))
