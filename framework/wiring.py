@@ -341,12 +341,12 @@ def announce(run: Run) -> None:
 
     listed = run.trainer.registry.plugins
     plugins = [owner_of(plugin) for plugin, origin in listed if origin != "leyden"]
-    choice = run.trainer.strategy_choice
+    choice, ranks = run.trainer.strategy_choice, run.strategy.world_size
     rank_zero_info(
         "leyden %s: %s on %s, precision %s, strategy %s, plugins %s, seed %s",
         metadata.version("leyden"),
         run.stage,
-        run.strategy.device,
+        run.strategy.device if ranks == 1 else f"{ranks} x {run.strategy.device.type}",
         run.precision.name,
         choice if isinstance(choice, str) else type(choice).__name__,
         ", ".join(plugins) or "none",
