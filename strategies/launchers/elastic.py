@@ -107,9 +107,10 @@ def _report(error: ChildFailedError, folder: str) -> tuple[str, int]:
     (rank, cause), *others = failures
     told = _told(cause)
     host = told.get("host", "this machine")
-    lines = [f"Rank {rank} on {host} failed first, with exit code {_code(cause)}:"]
     text = told.get("py_callstack") or _tail(cause, rank, folder)
-    lines += [text.rstrip() or _message(cause)]
+    lines = [text.rstrip() or _message(cause)]
+    if not told.get("blamed"):
+        lines.insert(0, f"Rank {rank} on {host} failed first, with exit code {_code(cause)}:")
     lines += [f"After it, rank {other}: {_message(failure)}" for other, failure in others]
     lines.append(f"The output of ranks 1 and up is in {folder}")
     return "\n".join(lines), _code(cause)
