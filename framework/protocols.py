@@ -123,7 +123,7 @@ class Launcher(Protocol):
             count: Processes.
 
         Returns:
-            What ``call`` returned on rank 0; for a script its exit code.
+            What ``call`` returned on each rank, in their order; for a script its exit code.
 
         Raises:
             RankError: A rank failed in ``call``.

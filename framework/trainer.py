@@ -190,6 +190,7 @@ class Trainer(Limits, RunView):
         )
         self._state = State()
         self.position: resume.Position | None = None
+        self.positions: list[resume.Position] = []  # of ranks that ran in processes of their own
         self.folder: RunFolder | None = None
         self._fitted: Any = None
 

@@ -83,7 +83,7 @@ def test_what_the_page_on_plugins_shows_runs(tmp_path):
     command = [sys.executable, "-W", "error", "page.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(blocks) == 8
+    assert len(blocks) == 9
 
 
 def test_what_the_page_on_plugins_says_of_variables_and_names_is_so():

@@ -1,5 +1,6 @@
 """One script, or one call, on several ranks: who starts them, and what comes back."""
 
+import gc
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, ConfigError, Module, Trainer
@@ -20,6 +22,7 @@ from leyden.testing import quiet_trainer
 SCRIPT = """
 import os, sys, time
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 from leyden import Module, Trainer
 
@@ -182,13 +185,17 @@ def samples():
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
+def trainer_of(tmp_path, ranks, strategy="auto", **options):
+    return Trainer(
+        strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=2,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+        logger=False, **options,
+    )  # fmt: skip
+
+
 def fitted(tmp_path, ranks):
     counter, module = Counter(), Line()
-    trainer = Trainer(
-        strategy="auto", devices=ranks, accelerator="cpu", max_epochs=2, callbacks=counter,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-        logger=False,
-    )  # fmt: skip
+    trainer = trainer_of(tmp_path, ranks, callbacks=counter)
     result = trainer.fit(module, DataLoader(samples(), 16 // ranks))
     return trainer, module, counter, result
 
@@ -206,6 +213,59 @@ def test_a_call_without_a_script_brings_back_what_rank_0_came_to(tmp_path):
     assert Path(best).exists()
     assert str(best).startswith(str(tmp_path / "ranks"))
     counter.note()
+
+
+class Collecting(Line):
+    """Collects garbage in every rank."""
+
+    def on_fit_start(self):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends a rank that waits in it
+        gc.collect()
+        signal.alarm(0)
+
+
+def test_ranks_do_not_collect_what_this_process_has_left(tmp_path):
+    left = [TCPStore("localhost", 0, is_master=True)]
+    left.append(left)
+    gc.disable()  # it is to be garbage when the ranks are forked
+    try:
+        del left
+        result = trainer_of(tmp_path, 2).fit(Collecting(), DataLoader(samples(), 8))
+    finally:
+        gc.enable()
+    assert result.steps == 8
+
+
+class Built(Line):
+    """Has its layer made where it is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        del self.layer
+
+    def configure_model(self):
+        self.layer = torch.nn.Linear(3, 1)
+
+    def init_weights(self):
+        torch.nn.init.constant_(self.layer.weight, 0.1)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_call_goes_on_from_where_the_one_before_ended_on_each_rank(tmp_path, strategy):
+    weights = []
+    for ends in ([4], [2, 4]):
+        trainer, module = trainer_of(tmp_path, 2, strategy), Built()
+        for end in ends:
+            trainer.max_epochs = end
+            trainer.fit(module, DataLoader(samples(), 8, shuffle=True))
+        assert trainer.global_step == 16
+        weights.append(module.layer.weight)
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 class Broken(Line):

@@ -11,21 +11,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from leyden import Module
-from leyden.strategies import DDP, FSDP, Mesh
+from leyden.strategies import FSDP, Mesh
+from leyden.strategies.registry import register_strategies
 from leyden.testing import on_ranks, quiet_trainer
 
 BATCH, STEPS = 8, 20
 LAYOUTS = {
-    "ddp2": (2, DDP),
-    "ddp4": (4, DDP),
-    "fsdp2": (2, FSDP),
-    "fsdp4": (4, FSDP),
+    "ddp2": (2, "ddp"),
+    "ddp4": (4, "ddp_find_unused_parameters_true"),
+    "fsdp2": (2, "fsdp"),
+    "fsdp4": (4, "hsdp"),  # one machine has one copy
     "hsdp2x2": (4, functools.partial(FSDP, replicate=2)),
     "tp2": (2, functools.partial(Mesh, tp=2)),
     "replicate2": (2, functools.partial(Mesh, dp_replicate=2)),
     "fsdp2xtp2": (4, functools.partial(Mesh, dp_shard=2, tp=2)),
 }
-"""Layouts: how many ranks each takes, and what makes its strategy."""
+"""Layouts: how many ranks each takes, and its strategy's name or what makes it."""
 
 
 class Block(nn.Module):
@@ -161,7 +162,7 @@ def whole(tensor):
 def train(case, layout="one"):
     """Return each batch's mean loss over ranks, and all weights, after 20 steps."""
     kind, options = CASES[case]
-    ranks, make = LAYOUTS.get(layout, (1, lambda: "single_device"))
+    ranks, make = LAYOUTS.get(layout, (1, "single_device"))
     rank, split = int(os.environ.get("RANK", "0")), 2 if "tp" in layout else 1
     net = kind()
     if rank:
@@ -169,7 +170,11 @@ def train(case, layout="one"):
             for parameter in net.parameters():
                 parameter.add_(1.0)  # every rank begins as rank 0
     trainer = quiet_trainer(
-        accelerator="cpu", devices=ranks, strategy=make(), max_epochs=1, **options
+        accelerator="cpu",
+        devices=ranks,
+        strategy=make() if callable(make) else make,
+        max_epochs=1,
+        **options,
     )
     batches = STEPS * options.get("accumulate_grad_batches", 1)
     own = data(rank // split, ranks // split, batches, kind.dtype_made)
@@ -209,3 +214,8 @@ def test_losses_and_weights_are_those_of_one_process(layout):
             for name, tensor in right_weights.items():
                 close(weights[name], tensor, atol=atol)
             assert validation == pytest.approx(right_validation, rel=1e-6 + atol)
+
+
+def test_every_registered_strategy_is_held_to_it():
+    names = {strategy for _, strategy in LAYOUTS.values() if isinstance(strategy, str)}
+    assert names | {"single_device"} == set(register_strategies())

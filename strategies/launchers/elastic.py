@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -59,7 +60,7 @@ class Elastic:
         )
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         os.environ[LAUNCHER] = str(os.getpid())
-        with _handlers_kept():
+        with _handlers_kept(), _kept_from_forks():
             return self._launched(config, call, folder)
 
     def _launched(self, config: LaunchConfig, call: Callable[[], Any] | None, folder: str) -> Any:
@@ -71,7 +72,7 @@ class Elastic:
             def on_rank() -> Any:
                 return call()
 
-            return elastic_launch(config, on_rank)()[0]
+            return [result for _, result in sorted(elastic_launch(config, on_rank)().items())]
         except ChildFailedError as error:
             report, code = _report(error, folder)
             if call is not None:
@@ -97,6 +98,20 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _kept_from_forks() -> Iterator[None]:
+    """Keep processes forked inside from collecting what this one has left behind.
+
+    The store of an earlier launch waits for its thread when it is freed, and a fork has none.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _report(error: ChildFailedError, folder: str) -> tuple[str, int]:
