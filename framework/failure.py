@@ -66,8 +66,7 @@ def tell(error: BaseException) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     follows = is_consequence(error)
-    known = vars(error)
-    blamed = known.get("blamed", "")
+    blamed, is_stalled = vars(error).get("blamed", ""), vars(error).get("is_stalled", False)
     if file and not Path(file).exists():
         report = {
             "message": f"{type(error).__name__}: {error}",
@@ -76,12 +75,13 @@ def tell(error: BaseException) -> None:
                 "blamed": blamed,
                 "host": socket.gethostname(),
                 "is_consequence": follows,
+                "is_stalled": is_stalled,
                 # The launcher takes the earliest for the cause.
-                "timestamp": str(int(time.time()) + (3600 if follows else 0)),
+                "timestamp": str(int(time.time()) + 3600 * (follows and not is_stalled)),
             },
         }
         Path(file).write_text(json.dumps({"message": report}))
-    if follows and not known.get("is_stalled", False):
+    if follows and not is_stalled:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(PATIENCE)
@@ -89,5 +89,8 @@ def tell(error: BaseException) -> None:
 
 def _shown(error: BaseException, blamed: str) -> str:
     """Return the traceback of ``error``, after the rank that is to blame where one is known."""
-    text = "".join(traceback.format_exception(error))
-    return f"{blamed}\nThis rank waited for it:\n{text}" if blamed else text
+    lines = traceback.format_exception(error)
+    if not blamed:
+        return "".join(lines)
+    own = "".join(lines).removesuffix(f"{blamed}\n")
+    return f"{blamed}\nRank {os.environ.get('RANK', '?')} waited for it:\n{own}"
