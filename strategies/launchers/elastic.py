@@ -27,6 +27,9 @@ from torch.multiprocessing.spawn import ProcessContext
 from leyden.errors import ConfigError, RankError
 from leyden.failure import LAUNCHER
 
+ENDS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", None))
+"""Signals on which a run ends well."""
+
 
 class Elastic:
     """Starts the script once more for each rank, or calls a function in forked processes.
@@ -156,6 +159,10 @@ def _report(error: ChildFailedError, folder: str) -> tuple[str, int]:
     failures = sorted(error.failures.items(), key=lambda item: _turn(item[1]))
     (rank, cause), *others = failures
     told = _told(cause)
+    number = _code(cause) - 128
+    if not told and number in ENDS:
+        name = signal.Signals(number).name
+        return f"Rank {rank} and the others ended on {name}.", _code(cause)
     host = told.get("host", "this machine")
     text = told.get("py_callstack") or _tail(cause, rank, folder)
     lines = [text.rstrip() or _message(cause)]
