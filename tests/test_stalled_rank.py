@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from leyden import ConfigError, Module
 from leyden.errors import RankError
 from leyden.strategies import DDP
+from leyden.strategies.flight_recorder import PATH, SIZE
 from leyden.strategies.launchers.elastic import Elastic
 from leyden.testing import on_ranks, quiet_trainer
 
@@ -111,7 +112,9 @@ def test_the_flight_recorder_is_on_before_groups_are_made_and_says_where_it_writ
         assert len(pickle.loads(Path(f"{prefix}{rank}").read_bytes())["entries"]) == 7
 
 
-def test_where_the_flight_recorder_writes_is_said(tmp_path, caplog):
+def test_where_the_flight_recorder_writes_is_said(tmp_path, caplog, monkeypatch):
+    for name in (*SIZE, *PATH, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "")  # what it was comes back
     caplog.set_level("INFO")
     trainer = quiet_trainer(
         strategy=DDP(flight_recorder=True), accelerator="cpu", devices=1, max_epochs=1,
