@@ -17,7 +17,7 @@ LAUNCHER = "LEYDEN_LAUNCHER_PID"
 """Variable that names the launching process to those it starts, which end with it."""
 _PR_SET_PDEATHSIG = 1
 LOST = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Timed out|timed out|socket|"
+    r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|Application timeout|socket|"
     r"NCCL.*(abort|remote)|recvValue failed",
 )
 """What collectives say when another rank is gone or does not come."""
@@ -44,28 +44,53 @@ def is_consequence(error: BaseException) -> bool:
     return False
 
 
+def blame(error: BaseException, text: str, is_stalled: bool = False) -> None:
+    """Note on ``error`` which rank it is the fault of.
+
+    Args:
+        error: What is raised on this rank.
+        text: Says which rank it was, and what of it is known.
+        is_stalled: Whether that rank neither goes on nor ends.
+    """
+    error.add_note(text)
+    vars(error)["blamed"], vars(error)["is_stalled"] = text, is_stalled
+
+
 def tell(error: BaseException) -> None:
     """Leave ``error`` where an elastic launcher looks for it; nothing where there is none.
 
-    A rank that lost another waits a little before it ends, so that the other is found first.
+    A rank that lost another waits a little before it ends, so that the other is found first; one
+    that stalls would not be.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     follows = is_consequence(error)
+    blamed, is_stalled = vars(error).get("blamed", ""), vars(error).get("is_stalled", False)
     if file and not Path(file).exists():
         report = {
             "message": f"{type(error).__name__}: {error}",
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": _shown(error, blamed),
+                "blamed": blamed,
                 "host": socket.gethostname(),
                 "is_consequence": follows,
+                "is_stalled": is_stalled,
                 # The launcher takes the earliest for the cause.
-                "timestamp": str(int(time.time()) + (3600 if follows else 0)),
+                "timestamp": str(int(time.time()) + 3600 * (follows and not is_stalled)),
             },
         }
         Path(file).write_text(json.dumps({"message": report}))
-    if follows:
+    if follows and not is_stalled:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(PATIENCE)
+
+
+def _shown(error: BaseException, blamed: str) -> str:
+    """Return the traceback of ``error``, after the rank that is to blame where one is known."""
+    lines = traceback.format_exception(error)
+    if not blamed:
+        return "".join(lines)
+    own = "".join(lines).removesuffix(f"{blamed}\n")
+    return f"{blamed}\nRank {os.environ.get('RANK', '?')} waited for it:\n{own}"

@@ -8,6 +8,7 @@ the script once more for each, or, where there is none to start, the call alone.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -168,6 +169,12 @@ def _launched(trainer: Trainer, method: Callable[..., Any], args: Any, kwargs: A
         sys.stdout.flush()
         sys.stderr.flush()
         raise SystemExit(trainer.launcher.launch(None, count))
+    if inspect.signature(method).bind(trainer, *args, **kwargs).arguments.get("stream"):
+        raise ConfigError(
+            "predict(stream=True) yields each prediction as it is made, and here the ranks run in "
+            "processes of their own, which bring back what they have come to. Leave stream out, "
+            "predict with devices=1, or run a script."
+        )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "CUDA has been used in this process, and processes forked from it could not use it. "

@@ -207,6 +207,17 @@ def join(run: Run, request: Request) -> None:
         partial(on_first, strategy),
     )
     run.folder = trainer.folder = folder_resumed(trainer, request) or run.folder
+    if strategy.world_size > 1 and keeps_files(run):
+        path = on_first(strategy, lambda: str(run.folder.path))
+        run.folder = trainer.folder = RunFolder(
+            trainer.default_root_dir, trainer.name, existing=Path(path)
+        )
+
+
+def keeps_files(run: Run) -> bool:
+    """Return whether ``run`` writes into its folder by itself, and so makes it."""
+    saves = any(getattr(callback, "is_saver", False) for callback in run.callbacks)
+    return bool(run.loggers) or (run.stage == "fit" and saves and not run.trainer.fast_dev_run)
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:

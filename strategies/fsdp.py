@@ -113,10 +113,6 @@ class FSDP(Processes):
         for group in {self.group, *self.mesh.get_all_groups()}:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def _shorten(self) -> None:
-        if self.timeout < self.first_timeout:
-            self._set_timeout(self.timeout)
-
     def creating(self) -> AbstractContextManager[Any]:
         return torch.device("meta")
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,20 @@ from torch.distributed import distributed_c10d
 from torch.nn.utils import clip_grad_norm_
 
 from leyden.errors import ConfigError
+from leyden.failure import is_consequence
+from leyden.hookspecs import hookimpl
+from leyden.rank_zero import rank_zero_info
 
 from .batch_norm import synchronize
+from .flight_recorder import FlightRecorder
+from .roll_call import RollCall, roll_call
+
+if TYPE_CHECKING:
+    from leyden.trainer import Trainer
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+HEAD_START = 30.0
+"""Seconds that a rank has to tell who is missing before NCCL's watchdog aborts it."""
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -35,13 +45,19 @@ class Processes:
         first_timeout: The same until the first steps are done: compiling and first batches take
             long.
         backend: ``torch.distributed``'s backend; by default ``"nccl"`` on CUDA, else ``"gloo"``.
+        flight_recorder: Write the last collectives of each rank into the run's folder when ranks
+            wait in vain: True for 2000 of them, or how many.
     """
 
     spans_processes = True
     is_lockstep = False
 
     def __init__(
-        self, timeout: float = 300.0, first_timeout: float = 1800.0, backend: str | None = None
+        self,
+        timeout: float = 300.0,
+        first_timeout: float = 1800.0,
+        backend: str | None = None,
+        flight_recorder: bool | int = False,
     ) -> None:
         for name, value in (("timeout", timeout), ("first_timeout", first_timeout)):
             if not (isinstance(value, (int, float)) and value > 0):
@@ -53,7 +69,12 @@ class Processes:
         self.world_size = self.data_world_size = 1
         self.group: Any = None
         self.control: Any = None
+        self.flight_recorder = None
+        if flight_recorder is not False:
+            self.flight_recorder = FlightRecorder(flight_recorder)
+        self._roll_call: RollCall | None = None
         self._exchanges = 0
+        self._is_short = False
         self._is_by_itself = False
 
     def connect(self, accelerator: str, devices: int | list[int], num_nodes: int) -> None:
@@ -67,6 +88,8 @@ class Processes:
         if accelerator == "cuda":
             self.device = torch.device("cuda", self._device_index(devices))
             torch.cuda.set_device(self.device)
+        if self.flight_recorder is not None:
+            self.flight_recorder.begin()
         if not dist.is_initialized():
             self._join(self.backend or BACKENDS[accelerator])
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -74,7 +97,28 @@ class Processes:
         self.data_rank, self.data_world_size = self.rank, self.world_size
         self.group = dist.group.WORLD
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.first_timeout))
-        self._exchanges = 0
+        self._exchanges, self._is_short = 0, False
+        if self.world_size > 1:
+            store = distributed_c10d._get_default_store()
+            name = self.control.group_name
+            self._roll_call = roll_call(store, name, self.rank, self.world_size)
+
+    @hookimpl
+    def setup(self, trainer: Trainer) -> None:
+        """Say where the flight recorder's files go."""
+        if self.flight_recorder is not None:
+            folder = self.broadcast(str(trainer.run_dir) if self.rank == 0 else None)
+            path = self.flight_recorder.write_to(folder)
+            rank_zero_info("The flight recorder of each rank is written to %s<rank>", path)
+
+    @hookimpl(tryfirst=True)
+    def on_exception(self, trainer: Trainer, exception: BaseException) -> None:
+        """Find out whose fault it is."""
+        if self._roll_call is None or not isinstance(exception, Exception):
+            return
+        if self.flight_recorder is not None and is_consequence(exception):
+            self.flight_recorder.dump(self.rank, dist.get_backend(self.group))
+        self._roll_call.report(exception, lambda: trainer.interrupted)
 
     def _device_index(self, devices: int | list[int]) -> int:
         indices = list(range(devices)) if isinstance(devices, int) else devices
@@ -149,7 +193,11 @@ class Processes:
 
     def exchange(self, numbers: Tensor) -> Tensor:
         numbers = numbers.clone()
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.control)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if self._is_short:
+            options.timeout = timedelta(seconds=self.timeout)
+        self.control.allreduce([numbers], options).wait()
         self._exchanges += 1
         if self._exchanges == 6:  # so the first steps are done
             self._shorten()
@@ -158,13 +206,22 @@ class Processes:
     def _shorten(self) -> None:
         """Wait for others no longer than a step may take."""
         if self.timeout < self.first_timeout:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), self.group)
+            self._is_short = True
+            is_nccl = dist.get_backend(self.group) == "nccl"
+            self._set_timeout(self.timeout + HEAD_START * is_nccl)
+
+    def _set_timeout(self, seconds: float) -> None:
+        """Let the collectives of a step wait ``seconds`` at most."""
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
     def close(self) -> None:
         control, self.control, self.group = self.control, None, None
+        if self._roll_call is not None:
+            self._roll_call.close()
+            self._roll_call = None
         if self._is_by_itself:
             self._is_by_itself = False
             _leave()

@@ -137,6 +137,17 @@ def test_a_signal_to_the_launching_process_ends_all(script, number, code):
     assert_none_left(script.folder)
 
 
+def test_a_signal_to_one_rank_ends_all_with_its_code(script):
+    process = script(SLOW="0.1")
+    wait_for_ranks(script.folder)
+    os.kill(int(next((script.folder / "pids").iterdir()).name), signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "ended on SIGTERM" in err
+    assert "failed" not in err.rpartition("ended on SIGTERM")[2]
+    assert_none_left(script.folder)
+
+
 def test_ranks_end_with_the_launching_process(script):
     process = script(SLOW="1")
     wait_for_ranks(script.folder)
@@ -279,6 +290,12 @@ def test_a_rank_that_fails_in_a_call_is_told_with_its_traceback():
     trainer = quiet_trainer(devices=2, accelerator="cpu")
     with pytest.raises(RankError, match=r"(?s)Rank 1 on .*failed first.*words of the culprit"):
         trainer.fit(Broken(), DataLoader(samples(), 8))
+
+
+def test_a_stream_cannot_come_back_from_other_processes():
+    trainer = quiet_trainer(devices=2, accelerator="cpu")
+    with pytest.raises(ConfigError, match=r"stream=True.*devices=1, or run a script"):
+        trainer.predict(Line(), DataLoader(samples(), 8), stream=True)
 
 
 def test_what_was_asked_for_and_what_was_started_are_shown_where_they_differ(monkeypatch):

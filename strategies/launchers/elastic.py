@@ -8,17 +8,27 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from leyden.errors import ConfigError, RankError
 from leyden.failure import LAUNCHER
+
+ENDS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", None))
+"""Signals on which a run ends well."""
 
 
 class Elastic:
@@ -49,6 +59,7 @@ class Elastic:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
+            run_id=Path(folder).name,
             nproc_per_node=count,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
@@ -60,7 +71,7 @@ class Elastic:
         )
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         os.environ[LAUNCHER] = str(os.getpid())
-        with _handlers_kept(), _kept_from_forks():
+        with _handlers_kept(), _kept_from_forks(), _grace(self.grace):
             return self._launched(config, call, folder)
 
     def _launched(self, config: LaunchConfig, call: Callable[[], Any] | None, folder: str) -> Any:
@@ -70,7 +81,14 @@ class Elastic:
                 return 0
 
             def on_rank() -> Any:
-                return call()
+                try:
+                    return call()
+                except Exception:
+                    if not Path(os.environ["TORCHELASTIC_ERROR_FILE"]).exists():
+                        raise
+                    # Torch would write over what this rank has told of its error.
+                    traceback.print_exc()
+                    raise SystemExit(1) from None
 
             return [result for _, result in sorted(elastic_launch(config, on_rank)().items())]
         except ChildFailedError as error:
@@ -101,6 +119,28 @@ def _handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
+def _grace(seconds: int) -> Iterator[None]:
+    """Let torch wait ``seconds`` for the ranks after one has failed, where it has 30 built in."""
+    close, join = PContext.close, ProcessContext._join_procs_with_timeout
+
+    def close_in_time(
+        self: PContext, death_sig: signal.Signals | None = None, timeout: int = seconds
+    ) -> None:
+        close(self, death_sig, timeout)
+
+    def join_in_time(self: ProcessContext, timeout: float) -> None:
+        join(self, min(timeout, seconds))
+
+    PContext.close = close_in_time  # type: ignore[method-assign]
+    ProcessContext._join_procs_with_timeout = join_in_time  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+        ProcessContext._join_procs_with_timeout = join  # type: ignore[method-assign]
+
+
+@contextmanager
 def _kept_from_forks() -> Iterator[None]:
     """Keep processes forked inside from collecting what this one has left behind.
 
@@ -116,15 +156,18 @@ def _kept_from_forks() -> Iterator[None]:
 
 def _report(error: ChildFailedError, folder: str) -> tuple[str, int]:
     """Return what to show of the ranks that failed, the cause first, and the exit code."""
-    failures = sorted(
-        error.failures.items(), key=lambda item: (_follows(item[1]), item[1].timestamp)
-    )
+    failures = sorted(error.failures.items(), key=lambda item: _turn(item[1]))
     (rank, cause), *others = failures
     told = _told(cause)
+    number = _code(cause) - 128
+    if not told and number in ENDS:
+        name = signal.Signals(number).name
+        return f"Rank {rank} and the others ended on {name}.", _code(cause)
     host = told.get("host", "this machine")
-    lines = [f"Rank {rank} on {host} failed first, with exit code {_code(cause)}:"]
     text = told.get("py_callstack") or _tail(cause, rank, folder)
-    lines += [text.rstrip() or _message(cause)]
+    lines = [text.rstrip() or _message(cause)]
+    if not told.get("is_stalled"):
+        lines.insert(0, f"Rank {rank} on {host} failed first, with exit code {_code(cause)}:")
     lines += [f"After it, rank {other}: {_message(failure)}" for other, failure in others]
     lines.append(f"The output of ranks 1 and up is in {folder}")
     return "\n".join(lines), _code(cause)
@@ -138,8 +181,11 @@ def _told(failure: ProcessFailure) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _follows(failure: ProcessFailure) -> bool:
-    return bool(_told(failure).get("is_consequence", False))
+def _turn(failure: ProcessFailure) -> tuple[bool, bool, float]:
+    """Return what sorts failures: those that tell who stalls, causes, what follows from them."""
+    told = _told(failure)
+    follows = bool(told.get("is_consequence", False))
+    return not told.get("is_stalled", False), follows, failure.timestamp
 
 
 def _message(failure: ProcessFailure) -> str:
