@@ -56,6 +56,9 @@ class Agreement(Protocol):
     def is_asked(self) -> bool:
         """Return whether somebody here has asked to stop."""
 
+    def skip(self) -> None:
+        """Ask for the end of the epoch."""
+
     backwards: int
     """Losses differentiated here, which are to be as many on every rank."""
 
@@ -92,6 +95,9 @@ class Alone:
     def is_asked(self) -> bool:
         return self.run.state.stop is not None
 
+    def skip(self) -> None:
+        self.run.epoch_is_skipped = True
+
     def tick(self) -> None:
         self.run.state.elapsed = perf_counter() - self.run.began
 
@@ -104,13 +110,14 @@ class Alone:
 class Together:
     """Several ranks: what one of them asks for is decided at the next exchange.
 
-    ``state.stop``, ``state.elapsed`` and ``run.interrupted_by`` change there alone, and are the
-    same on every rank; the time is rank 0's.
+    ``state.stop``, ``state.elapsed``, ``run.interrupted_by`` and ``run.epoch_is_skipped`` change
+    there alone, and are the same on every rank; the time is rank 0's.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.why: str | None = None
+        self.skips = False
         # One may have come before the others were found.
         self.signal, run.interrupted_by = run.interrupted_by, None
         self.gap, self.left = 1, 1
@@ -127,6 +134,9 @@ class Together:
 
     def is_asked(self) -> bool:
         return self.why is not None or self.run.state.stop is not None
+
+    def skip(self) -> None:
+        self.skips = True
 
     def tick(self) -> None:
         self.left -= 1
@@ -155,12 +165,15 @@ class Together:
             gap if first else 0,
             self.backwards,
             -self.backwards,
+            self.skips,
         ]
+        self.skips = False
         heard = run.strategy.exchange(torch.tensor(mine, dtype=torch.float64)).tolist()
         asked, most, least = heard[0], heard[3], -heard[4]
         state.elapsed = heard[1] if run.stage == "fit" else state.elapsed
         self.gap = self.left = int(heard[2])
         self._asked_at = perf_counter()
+        run.epoch_is_skipped = run.epoch_is_skipped or bool(heard[5])
         if most != least:
             self._refuse_uneven()
         if asked:

@@ -142,8 +142,8 @@ def train_epoch(run: Run) -> None:
     """Train on one pass over the data, or on the rest of it."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     logged, n = run.metrics.train, run.accumulate
-    batches = begin_epoch(run)
     is_last = run.epoch_is_skipped = False
+    batches = begin_epoch(run)
     logged.in_batch = True
     for batch, is_last in batches:
         logged.batch, logged.size = batch, None

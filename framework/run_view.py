@@ -76,8 +76,12 @@ class RunView:
         self._run.agreement.ask(why) if self._run else setattr(self._state, "stop", why)
 
     def skip_epoch(self) -> None:
-        """End the current epoch before its next batch; it counts as complete."""
-        self._current().epoch_is_skipped = True
+        """End the current epoch before its next batch; it counts as complete.
+
+        One rank may ask, or all: it ends on every rank at one batch, once all have heard of it,
+        which takes about a second.
+        """
+        self._current().agreement.skip()
 
     @property
     def module(self) -> Any:

@@ -194,16 +194,21 @@ def join(run: Run, request: Request) -> None:
     if strategy.world_size > 1:
         run.agreement = Together(run)
         run.metrics.join(strategy)
+    savers = [one for one in run.callbacks if hasattr(one, "best_model_path")]
     trainer.ckpt_path, request.checkpoint = read_checkpoint(
         trainer,
         run.checkpointer,
-        [one for one in run.callbacks if hasattr(one, "best_model_path")],
+        savers,
         request.ckpt_path,
         request.restore if request.stage == "fit" else frozenset(["weights"]),
         type(run.module).__name__,
         partial(on_first, strategy),
     )
-    run.folder = trainer.folder = folder_resumed(trainer, request) or run.folder
+    resumed = on_first(strategy, partial(folder_resumed, trainer, request))
+    run.folder = trainer.folder = resumed or run.folder
+    if strategy.world_size > 1:
+        saves = request.stage == "fit" and not trainer.fast_dev_run and bool(savers)
+        run.folder.agree(partial(on_first, strategy), is_needed=saves or bool(run.loggers))
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:
