@@ -15,6 +15,9 @@ PRECISIONS = {
     "double": "64-true", "float": "32-true",
 }  # fmt: skip
 """Lightning's other names for precisions."""
+RECOMPUTATIONS = ("full", "selective")
+COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph", "disable")
+"""Arguments of torch.compile."""
 REMOVED = {
     "epochs": "max_epochs",
     "steps": "max_steps",
@@ -138,6 +141,51 @@ def positive(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} must be a number above 0, or None to switch it off.")
     return float(value)
+
+
+def recomputation(value: Any) -> Any:
+    """Return what ``activation_checkpointing`` asks for: a name, torch's policy, or None."""
+    if value is None or value is False:
+        return None
+    if callable(value) or isinstance(value, list):
+        return value
+    if value not in RECOMPUTATIONS:
+        hint = did_you_mean(value, RECOMPUTATIONS) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"activation_checkpointing={value!r} is not known.{hint} Pass 'full' to compute blocks "
+            "again in backward, 'selective' to keep their matrix products and attention, a policy "
+            "as torch.utils.checkpoint.create_selective_checkpoint_contexts takes it, or None."
+        )
+    return value
+
+
+def compilation(value: Any) -> tuple[str | None, dict[str, Any]]:
+    """Return what ``compile`` asks for: ``"step"``, ``"blocks"`` or None, and torch's options."""
+    if value is None or isinstance(value, bool):
+        return "step" if value else None, {}
+    if value == "blocks":
+        return "blocks", {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"compile={value!r} is not known. Pass True to compile steps, 'blocks' to compile each "
+            "block, or a dict of torch.compile's options, with 'blocks': True for blocks."
+        )
+    for key in value:
+        one_of("compile key", key, ("blocks", *COMPILE_OPTIONS))
+    options = {key: option for key, option in value.items() if key != "blocks"}
+    return "blocks" if switch("compile['blocks']", value.get("blocks")) else "step", options
+
+
+def block_choice(value: Any) -> Any:
+    """Return ``value`` if it says which parts of a module are its blocks."""
+    kinds = value if isinstance(value, tuple) else (value,)
+    classes = [isinstance(kind, type) for kind in kinds]
+    if value is None or (classes and all(classes)) or (callable(value) and not any(classes)):
+        return value
+    raise ConfigError(
+        f"blocks={value!r} names no blocks. Pass their class, a tuple of classes, a function of "
+        "name and part that returns whether it is one, or None for the repeated parts."
+    )
 
 
 def device_count(choice: Any) -> int | list[int]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from .module import Module
+    from .run import Run
 
 
 @contextmanager
-def compiled_once(module: Module, compile_step: Any) -> Iterator[None]:
+def compiled_once(run: Run) -> Iterator[None]:
     """Keep what changes from step to step from compiling a step again, inside the block."""
-    if compile_step is None and not has_compiled_parts(module):
+    module = run.module
+    is_compiled = run.compile_step is not None or (run.blocks and run.trainer.compiles)
+    if not (is_compiled or has_compiled_parts(module)):
         yield
         return
     module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]

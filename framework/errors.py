@@ -30,6 +30,10 @@ class CheckpointError(LeydenError, RuntimeError):
     """A checkpoint cannot be written, read, or fitted to this run."""
 
 
+class RankError(LeydenError, RuntimeError):
+    """A rank of a run failed; the message is its own traceback."""
+
+
 class NonFiniteLossError(LeydenError, ArithmeticError):
     """The loss became NaN or infinite and the Trainer was told to stop there."""
 

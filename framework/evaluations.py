@@ -49,8 +49,10 @@ def evaluation(run: Run, phase: Any, sources: list[Source]) -> Evaluation:
         "model_train",
     )
     hooks = {f"on_{m}": getattr(run.hooks, f"on_{name}_{m}") for m in moments}
+    # Where a forward gathers parameters, their memory would be no use to training any more.
+    infers = run.trainer.inference_mode and not run.strategy.is_lockstep
     mode: Callable[[], AbstractContextManager[Any]] = (
-        torch.inference_mode if run.trainer.inference_mode else torch.no_grad
+        torch.inference_mode if infers else torch.no_grad
     )
     return Evaluation(
         phase=phase,

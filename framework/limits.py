@@ -7,6 +7,7 @@ from typing import Any
 
 from . import choices
 from .choices import batches, one_of, positive, switch, whole
+from .errors import ConfigError
 from .schedule import check_interval
 
 
@@ -66,8 +67,25 @@ class Limits:
         )
         self.use_distributed_sampler = asked(switch, "use_distributed_sampler", True)
         self.sync_batchnorm = asked(switch, "sync_batchnorm")
+        self._take_memory(given)
         if self.fast_dev_run:
             self._try_everything_briefly()
+
+    def _take_memory(self, given: Mapping[str, Any]) -> None:
+        """Take over what is recomputed, kept elsewhere, compiled and stepped early."""
+        self.activation_checkpointing = choices.recomputation(given["activation_checkpointing"])
+        self.activation_offload = switch("activation_offload", given["activation_offload"])
+        self.optimizer_in_backward = switch("optimizer_in_backward", given["optimizer_in_backward"])
+        self.compiles, self.compile_options = choices.compilation(given["compile"])
+        backend = str(self.compile_options.get("backend", ""))
+        if self.activation_checkpointing is not None and backend.startswith("eager"):
+            # torch draws dropout anew where it computes again, so that gradients are wrong.
+            raise ConfigError(
+                f"compile={given['compile']!r} with activation_checkpointing: backend {backend!r} "
+                "draws other random numbers when it computes again. Pass 'aot_eager', which "
+                "generates no code either, or another backend."
+            )
+        self.block_choice = choices.block_choice(given["blocks"])
 
     def _try_everything_briefly(self) -> None:
         """Go by the ``fast_dev_run`` batches of each stage."""

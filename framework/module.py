@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import rng, saving, weights
+from .data.samples import known_count
 from .errors import ModuleError
 from .hparams import KeepsHyperparameters
 from .overrides import DataHooks, TrainingHooks
@@ -77,11 +78,11 @@ class Module(DataHooks, TrainingHooks, KeepsHyperparameters, nn.Module):
         raise ModuleError(f"{type(self).__name__} has no configure_optimizers().")
 
     def count_samples(self, batch: Any) -> int | None:
-        """Return how many samples ``batch`` holds, or None to have them counted.
+        """Return how many samples ``batch`` holds, or None where it does not tell.
 
         Define it where the first dimension of the batch's tensors does not tell.
         """
-        return None
+        return known_count(batch)
 
     def log(
         self,

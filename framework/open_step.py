@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .dtensors import is_split
 from .optimizer_state import clean
 from .rank_zero import rank_zero_warn
-from .shards import is_split, laid_out
+from .shards import laid_out
 
 if TYPE_CHECKING:
     from .protocols import Strategy

@@ -80,6 +80,21 @@ class TrainingHooks:
     def configure_model(self) -> None:
         """Make or wrap layers; called once per run in every process, before placement."""
 
+    def parallelize(self, mesh: Any) -> Any:
+        """Split layers over the ranks of ``mesh["tp"]``; called where there are several.
+
+        Args:
+            mesh: The run's ``DeviceMesh``, with axes by name.
+
+        Returns:
+            A plan for torch's ``parallelize_module``, such as ``{"up": ColwiseParallel(), "down":
+            RowwiseParallel()}``, or None where it has applied one itself.
+        """
+        raise ModuleError(
+            f"The mesh's tp axis splits layers, and {type(self).__name__} has no "
+            "parallelize(mesh) to say how. Define it, or leave tp out of the mesh."
+        )
+
     def configure_callbacks(self) -> Any:
         """Return a callback, or several, that belong to this Module's runs."""
         return []

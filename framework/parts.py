@@ -20,7 +20,7 @@ from .protocols import Logger
 if TYPE_CHECKING:
     from .manager import Registry
 
-COMING = ("fsdp", "hsdp", "deepspeed")
+COMING = ("deepspeed",)
 
 
 def accelerator(name: str) -> str:

@@ -24,6 +24,8 @@ def prepared(run: Run, name: str) -> Callable[..., Any]:
             "nothing of it. Define it with def, and return its result."
         )
     step = run.precision.wrap(run.strategy.prepare(run.module, name))
+    if run.compile_step is not None:
+        step = run.compile_step(step)
     parameters = list(inspect.signature(getattr(run.module, name)).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) or len(positional) >= 2:

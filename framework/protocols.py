@@ -24,6 +24,8 @@ class Strategy(Protocol):
     """Index of this process among those that see different data."""
     data_world_size: int
     """How many parts the data is dealt in; less than all where several ranks share one."""
+    spans_processes: bool
+    """Whether it takes a process for each device, which a launcher starts."""
     is_lockstep: bool
     """Whether a forward takes every rank, so that all must run equally many."""
     device: torch.device
@@ -97,6 +99,35 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Leave the other processes and free what ``connect`` took."""
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts the processes of a run, or says that they are started."""
+
+    max_nodes: int
+    """Machines that it can start processes on; 0 where it starts none."""
+
+    def joins(self) -> bool:
+        """Return whether it has started this process with others.
+
+        Then the environment has, when it returns, RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+        MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+        """
+
+    def launch(self, call: Callable[[], Any] | None, count: int) -> Any:
+        """Start ``count`` processes on each machine and wait for their end.
+
+        Args:
+            call: What they run, or None for the script of this process.
+            count: Processes.
+
+        Returns:
+            What ``call`` returned on rank 0; for a script its exit code.
+
+        Raises:
+            RankError: A rank failed in ``call``.
+        """
 
 
 @runtime_checkable

@@ -142,6 +142,12 @@ class Run:
     agreement: Agreement = None  # type: ignore[assignment]
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     """What a checkpoint holds of them, encoded."""
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
+    """The Module's blocks that are recomputed or compiled, by name."""
+    compile_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """What compiles the steps, where something does."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """What gives the Module and its parts back as they were."""
 
     # Set by wiring where the run trains.
     optimizers: list[Optimizer] = field(default_factory=list)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_
 
 from . import choices
 from .data.transfer import mapped
+from .dtensors import local
 from .errors import LeydenError, did_you_mean
 from .optimizers import LoopOptimizer
 from .rank_zero import rank
@@ -215,6 +215,11 @@ class RunView:
         return self._run.optimizers if self._run else []
 
     @property
+    def blocks(self) -> dict[str, torch.nn.Module]:
+        """The Module's blocks that this run recomputes or compiles, by name."""
+        return self._run.blocks if self._run else {}
+
+    @property
     def loop_optimizers(self) -> list[LoopOptimizer]:
         """The optimizers as manual optimization steps them."""
         return self._run.loop_optimizers if self._run else []
@@ -372,7 +377,10 @@ class RunView:
         run.precision.unscale(optimizer.optimizer if is_wrapped else optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if algorithm == "value":
-            clip_grad_value_(parameters, limit)
+            gradients = [local(p.grad) for p in parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_clamp_min_(gradients, -limit)
+                torch._foreach_clamp_max_(gradients, limit)
         else:
             run.strategy.clip_grad_norm(parameters, limit)
 

@@ -41,7 +41,7 @@ def session(trainer: Trainer, request: Request) -> Iterator[Run]:
     try:
         with Signals(run), torch_flags(trainer), lent_log(run.callbacks, run.module):
             wire(run, request)
-            with compiled_once(run.module, request.compile_step):
+            with compiled_once(run):
                 yield run
         status = "success" if run.interrupted_by is None else "interrupted"
     except GeneratorExit:  # the iterator of a streamed prediction was closed
@@ -93,6 +93,7 @@ def take_down(run: Run, status: Status) -> None:
         *((lambda logger=logger: logger.close(status)) for logger in run.loggers),
         *((lambda source=source: source.close()) for source in run.sources()),
         run.strategy.close,
+        *run.undo,
         lambda: release(run.module),
     ]
     error = sys.exc_info()[1]

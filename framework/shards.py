@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+from .dtensors import is_split
 
 if TYPE_CHECKING:
     from .protocols import Strategy
@@ -19,12 +20,6 @@ class _Piece(NamedTuple):
     memory: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-
-
-def is_split(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that lies in parts on several ranks, a DTensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def is_stored(value: Any) -> TypeGuard[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .data.transfer import mapped
+from .dtensors import local
 from .errors import ModuleError, unknown
 from .rank_zero import rank_zero_warn
 
@@ -212,7 +213,7 @@ def average_gradients(run: Run) -> None:
         total = run.strategy.reduce(zero + window.weight, "mean")
         # Where every weight is zero, so is every gradient, and stays it.
         factor = 1 / total.clamp(min=torch.finfo(dtype).tiny)
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 

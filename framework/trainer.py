@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from . import choices, loop, parts, results, resume, saving
+from . import choices, launch, loop, parts, results, resume, saving
 from .errors import ConfigError
 from .explanation import explanation
 from .hookspecs import Stage
@@ -32,9 +32,13 @@ class Trainer(Limits, RunView):
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
-        strategy: Name of a registered strategy, or one. ``"auto"`` is a single device.
-        devices: How many devices of each machine, or which; ``"auto"`` is one.
-        num_nodes: Machines that take part.
+        strategy: Name of a registered strategy, or one. ``"auto"`` is a single device, or DDP
+            where there are several.
+        devices: How many devices of each machine, or which; -1 for all. ``"auto"`` is what a
+            launcher has started, or one.
+        num_nodes: Machines that take part; None is what a launcher has started, or one.
+        launcher: What starts the processes where none are started: ``"auto"``, a registered name,
+            or a launcher.
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"64-true"``, ``"bf16-true"``,
             ``"16-true"``, any other registered name, or a precision.
         logger: True or None for TensorBoard where it is installed and CSV elsewhere, False for
@@ -82,6 +86,16 @@ class Trainer(Limits, RunView):
         name: Folder of this kind of run in it; by default the script's name.
         profiler: Name of a registered profiler, or one.
         checkpointer: Name of a registered checkpointer, or one.
+        activation_checkpointing: What of each block is computed again in backward rather than
+            kept: ``"full"`` for all, ``"selective"`` for all but matrix products, convolutions and
+            attention, or a policy as torch's ``create_selective_checkpoint_contexts`` takes it.
+        activation_offload: Whether what is kept for backward waits in the CPU's memory.
+        optimizer_in_backward: Whether each parameter is stepped as its gradient is ready, which is
+            then freed.
+        compile: True compiles the steps, ``"blocks"`` each block; a dict has torch.compile's
+            options, with ``"blocks": True`` for blocks.
+        blocks: The Module's blocks: their class, a tuple of classes, or a function of name and
+            part. By default the parts that a list or sequence in it repeats.
 
     Raises:
         ConfigError: A choice is out of its range, or a name is not registered.
@@ -93,7 +107,8 @@ class Trainer(Limits, RunView):
         accelerator: str = "auto",
         strategy: Any = "auto",
         devices: Any = "auto",
-        num_nodes: int = 1,
+        num_nodes: int | None = None,
+        launcher: Any = "auto",
         precision: Any = "32-true",
         logger: Any = None,
         callbacks: Any = None,
@@ -133,6 +148,11 @@ class Trainer(Limits, RunView):
         name: str | None = None,
         profiler: Any = None,
         checkpointer: Any = "file",
+        activation_checkpointing: Any = None,
+        activation_offload: bool = False,
+        optimizer_in_backward: bool = False,
+        compile: Any = None,
+        blocks: Any = None,
         **unexpected: Any,
     ) -> None:
         given = dict(locals())
@@ -141,9 +161,11 @@ class Trainer(Limits, RunView):
         self.registry = Registry(choices.listed(plugins))
         self.registry.check()
         self.accelerator = parts.accelerator(accelerator)
-        self.devices = choices.device_count(devices)
-        self.num_nodes = choices.whole("num_nodes", num_nodes, 1)
-        strategy = "single_device" if strategy == "auto" else strategy
+        num_nodes = num_nodes and choices.whole("num_nodes", num_nodes, 1)
+        world = launch.world(self.registry, launcher, devices, num_nodes, self.accelerator)
+        self.devices, self.num_nodes, self.launcher = world
+        if strategy == "auto":
+            strategy = "single_device" if world.size == 1 else "ddp"
         precision = choices.precision_name(precision)
         self.strategy_choice = parts.named(self.registry, "strategy", strategy, Strategy)
         self.precision_choice = parts.named(self.registry, "precision", precision, Precision)
@@ -171,6 +193,7 @@ class Trainer(Limits, RunView):
         self.folder: RunFolder | None = None
         self._fitted: Any = None
 
+    @launch.on_every_rank
     def fit(
         self,
         model: Any,
@@ -215,6 +238,7 @@ class Trainer(Limits, RunView):
             loop.fit(run)
         return results.of_fit(self, run)
 
+    @launch.on_every_rank
     def validate(
         self,
         model: Any = None,
@@ -237,6 +261,7 @@ class Trainer(Limits, RunView):
         """
         return self._evaluate("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
+    @launch.on_every_rank
     def test(
         self,
         model: Any = None,
@@ -263,6 +288,7 @@ class Trainer(Limits, RunView):
             print(results.table(stage, found))
         return found
 
+    @launch.on_every_rank
     def predict(
         self,
         model: Any = None,

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from . import step
 from .data.feed import overrides
 from .errors import ConfigError, ModuleError
+from .in_backward import step_in_backward
 from .optimizers import LoopOptimizer, configured, needs_closure
 from .overrides import TrainingHooks
 from .rank_zero import rank_zero_warn
@@ -59,6 +60,8 @@ def wire_optimizers(run: Run) -> None:
         _wire_manual(run)
     else:
         _wire_automatic(run)
+    if run.trainer.optimizer_in_backward:
+        step_in_backward(run)
     step.warn_of_unheld(run)
 
 

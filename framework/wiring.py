@@ -2,8 +2,8 @@
 
 The order, which plugins may rely on: the strategy connects → prepare_data → setup →
 configure_model, on the meta device where sharded → the precision converts → layers are split over
-ranks → the strategy places: moves, shards or wraps → weights are restored → data →
-configure_optimizers → the rest is restored → the steps are prepared.
+ranks → blocks are recomputed and compiled → the strategy places: moves, shards or wraps → weights
+are restored → data → configure_optimizers → the rest is restored → the steps are prepared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .hook_names import check_module, owner_of
 from .hookspecs import Stage
 from .implementations import implementations, in_order, of_module, refuse_twice
 from .manager import Hooks
+from .memory import offloaded, step_compiler, treat_blocks
 from .metrics import Metrics
 from .module import Module
 from .overrides import DataHooks, TrainingHooks
@@ -97,6 +98,7 @@ def assemble(trainer: Trainer, request: Request) -> Run:
         folder=folder_of(trainer),
     )
     run.agreement = Alone(run)
+    run.compile_step = request.compile_step or step_compiler(run)
     return run
 
 
@@ -170,6 +172,7 @@ def wire(run: Run, request: Request) -> None:
     run.strategy.parallelize(module)
     if trainer.sync_batchnorm:
         run.strategy.sync_batchnorm(module)
+    treat_blocks(run)
     run.strategy.place(module, run.precision)
     if request.checkpoint is not None:
         for hook in run.hooks.on_load_checkpoint:
@@ -321,8 +324,9 @@ def wire_training(run: Run, request: Request) -> None:
 
     if run.resumed_rng is None and run.strategy.world_size > 1:
         draw_apart(run)
-    step = prepared(run, "training_step")
-    run.training_step = request.compile_step(step) if request.compile_step else step
+    run.training_step = prepared(run, "training_step")
+    if trainer.activation_offload:
+        run.training_step = offloaded(run.training_step, run.strategy.device.type == "cuda")
 
 
 def draw_apart(run: Run) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .summary import ModelSummary as ModelSummary
     from .summary import Summary as Summary
     from .summary import summarize as summarize
+    from .throughput import Throughput as Throughput
     from .timer import Timer as Timer
 
 _HOMES = {
@@ -40,6 +41,7 @@ _HOMES = {
     "ShardedCheckpointer": "sharded_checkpointing",
     "SimpleProfiler": "profilers",
     "Summary": "summary",
+    "Throughput": "throughput",
     "Timer": "timer",
     "TruePrecision": "precision.true",
     "summarize": "summary",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from leyden.dtensors import is_split, local
 
 T = TypeVar("T")
 
@@ -129,9 +130,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _plain(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        local = _local(value)
-        if _is_plain(local):
-            yield local
+        part = local(value)
+        if _is_plain(part):
+            yield part
     elif isinstance(value, dict):
         for entry in value.values():
             yield from _plain(entry)
@@ -140,20 +141,12 @@ def _plain(value: Any) -> Iterator[Tensor]:
             yield from _plain(entry)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part that this rank has of ``tensor``, if it lies on several; else all of it."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    is_split = tensors is not None and isinstance(tensor, tensors.DTensor)
-    return tensor.detach().to_local() if is_split else tensor  # type: ignore[attr-defined]
-
-
 def _copied(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, Tensor):
-        local: Any = _local(value)
-        if local is not value:
+        if is_split(value):
             whole: Any = value
             return type(whole).from_local(
-                _copied(local, copies), whole.device_mesh, whole.placements,
+                _copied(local(whole), copies), whole.device_mesh, whole.placements,
                 run_check=False, shape=whole.shape, stride=whole.stride(),
             )  # fmt: skip
         if not _is_plain(value):

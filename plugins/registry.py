@@ -36,6 +36,7 @@ def register_callbacks() -> dict[str, str]:
         "model_summary": "leyden.plugins.summary:ModelSummary",
         "plain_progress": "leyden.plugins.plain_progress:PlainProgress",
         "rich_progress": "leyden.plugins.rich_progress:RichProgress",
+        "throughput": "leyden.plugins.throughput:Throughput",
         "timer": "leyden.plugins.timer:Timer",
     }
 

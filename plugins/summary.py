@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from leyden.callback import Callback
 
+from .memory_report import begin_peak, expected_memory, peak_memory, treatment
+
 if TYPE_CHECKING:
     from leyden.module import Module
     from leyden.trainer import Trainer
@@ -72,7 +74,7 @@ class Summary:
 
 
 class ModelSummary(Callback):
-    """Prints what the module is made of before a fit.
+    """Prints before a fit what the module is made of, and after it the memory it took.
 
     Args:
         max_depth: How deep parts within parts are listed; 0 lists none, -1 all.
@@ -85,7 +87,13 @@ class ModelSummary(Callback):
         # On every rank, for the forward of a sharded module needs them all.
         summary = summarize(module, self.max_depth)
         if trainer.is_global_zero:
-            print(summary, flush=True)
+            lines = [str(summary), *treatment(trainer), expected_memory(module, trainer.optimizers)]
+            print("\n".join(lines), flush=True)
+        begin_peak(trainer.strategy.device)
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        if trainer.is_global_zero:
+            print(f"Peak memory {peak_memory(trainer.strategy.device)}", flush=True)
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
@@ -157,6 +165,8 @@ def _run_example(
     """Run the example through ``module``, note shapes, and return FLOPs; None if it fails."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    from .flops import missing_flops
+
     def noting(name: str) -> Any:
         def note(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             shapes.setdefault(name, (_shapes((args, kwargs)), _shapes(output)))
@@ -166,7 +176,7 @@ def _run_example(
     example = _placed(module.example_input_array, module)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     hooks = [part.register_forward_hook(noting(n), with_kwargs=True) for n, part in parts.items()]
-    counter = FlopCounterMode(display=False, custom_mapping=_missing_flops())
+    counter = FlopCounterMode(display=False, custom_mapping=missing_flops())
     try:
         with _evaluating(module), _plain_operations(module), counter:
             module(*(args if isinstance(args, tuple | list) else (args,)), **kwargs)
@@ -225,18 +235,6 @@ def _plain_operations(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for backend, was in zip(backends, enabled, strict=True):
             backend.enabled = was
-
-
-def _missing_flops() -> dict[Any, Any]:
-    """Return the FLOPs of attention on the CPU, which torch's counter leaves out."""
-    from torch.utils import flop_counter
-
-    count: Any = flop_counter.sdpa_flop_count
-
-    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return int(count(query, key, value))
-
-    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
 
 
 def _shapes(value: Any) -> str:

@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ddp import DDP as DDP
+    from .fsdp import FSDP as FSDP
+    from .mesh import Mesh as Mesh
     from .processes import Processes as Processes
     from .single_device import SingleDevice as SingleDevice
 
-_HOMES = {"DDP": "ddp", "Processes": "processes", "SingleDevice": "single_device"}
+_HOMES = {
+    "DDP": "ddp",
+    "FSDP": "fsdp",
+    "Mesh": "mesh",
+    "Processes": "processes",
+    "SingleDevice": "single_device",
+}
 __all__ = sorted(_HOMES)
 
 

@@ -37,6 +37,7 @@ class Processes:
         backend: ``torch.distributed``'s backend; by default ``"nccl"`` on CUDA, else ``"gloo"``.
     """
 
+    spans_processes = True
     is_lockstep = False
 
     def __init__(

@@ -21,7 +21,7 @@ class SingleDevice:
 
     rank, local_rank, world_size = 0, 0, 1
     data_rank, data_world_size = 0, 1
-    is_lockstep = False
+    spans_processes = is_lockstep = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

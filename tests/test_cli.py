@@ -100,12 +100,12 @@ def register_{kind}():
 
 
 def test_plugins_lists_what_an_installed_package_adds(install, capsys):
-    source = REGISTERS.format(kind="launchers", name="slurm")
-    install("leyden-slurm", source, "[leyden]\nslurm_parts = leyden_slurm\n")
+    source = REGISTERS.format(kind="launchers", name="flux")
+    install("leyden-flux", source, "[leyden]\nslurm_parts = leyden_flux\n")
     assert main(["plugins"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["launcher", "slurm", "leyden-slurm"] in rows
-    assert ["installed", "slurm_parts", "leyden-slurm"] in rows
+    assert ["launcher", "flux", "leyden-flux"] in rows
+    assert ["installed", "slurm_parts", "leyden-flux"] in rows
 
 
 def test_plugins_shows_a_broken_package_with_its_error_beside_the_others(install, capsys):

@@ -304,4 +304,4 @@ def test_at_most_five_frames_lie_between_fit_and_the_users_step():
     quiet_trainer(accumulate_grad_batches=2, gradient_clip_val=1.0).fit(Own(), batches(2))
     assert all(len(stack) <= 5 for stack in frames), frames
     assert len(frames) == 2
-    assert {file.name for file in frames[0]} == {"trainer.py", "loop.py", "step.py"}
+    assert {file.name for file in frames[0]} == {"launch.py", "trainer.py", "loop.py", "step.py"}

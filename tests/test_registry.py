@@ -63,8 +63,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(choice, message):
 
 
 def test_a_name_registered_twice_is_refused_when_the_trainer_is_made():
-    plugins = [registers("launcher", slurm=dict), registers("launcher", slurm=list)]
-    message = "The launcher 'slurm' is registered twice, by Trainer(plugins=[…]) and by Trainer("
+    plugins = [registers("launcher", flux=dict), registers("launcher", flux=list)]
+    message = "The launcher 'flux' is registered twice, by Trainer(plugins=[…]) and by Trainer("
     with pytest.raises(PluginError, match=re.escape(message)):
         quiet_trainer(plugins=plugins)
     with pytest.raises(PluginError, match=r"The logger 'csv' is registered twice, by leyden and"):

@@ -1,12 +1,13 @@
 """The summary of a module: every number against one worked out by hand."""
 
 import random
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from leyden import Module, Trainer
+from leyden import Callback, Module, Trainer
 from leyden.plugins import ModelSummary
 from leyden.plugins.summary import summarize
 
@@ -189,3 +190,83 @@ def test_columns_hold_readable_numbers():
         "b     ReLU             0",
         "------------------------",
     ]
+
+
+def shown(capsys, module, data, **choices):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_epochs=1, callbacks=[ModelSummary(0)], accelerator="cpu", **quiet, **choices).fit(
+        module, data
+    )
+    out = capsys.readouterr().out.splitlines()
+    return {line.split()[0]: line for line in out if line.strip()}
+
+
+class Wide(Net):
+    """A mebibyte of parameters in float32: 512 x 512."""
+
+    def __init__(self, kind, **options):
+        super().__init__(a=nn.Linear(512, 512, bias=False))
+        self.kind, self.options = kind, options
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1, **self.options)
+
+
+class Stubborn(torch.optim.SGD):
+    def step(self, closure=None):
+        assert self.param_groups[0]["params"][0].sum().item() < 1e9
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [
+        (torch.optim.SGD, {}, "optimizer states 0.0"),
+        (torch.optim.SGD, {"momentum": 0.9}, "optimizer states 1.0"),
+        (torch.optim.AdamW, {}, "optimizer states 2.0"),
+        (torch.optim.AdamW, {"amsgrad": True, "fused": True}, "optimizer states 3.0"),
+        (Stubborn, {}, "optimizer states are not known"),
+    ],
+)
+def test_memory_that_is_expected_and_the_peak(capsys, kind, options, states):
+    lines = shown(capsys, Wide(kind, **options), [torch.ones(1, 512)])
+    assert "parameters 1.0 + gradients 1.0" in lines["Memory"]
+    assert states in lines["Memory"]
+    peak = int(re.search(r"Peak memory (\d+) MiB", lines["Peak"])[1])
+    # torch alone takes more than a hundred.
+    assert 100 < peak < 100_000
+
+
+def test_to_expect_memory_changes_no_optimizer(capsys):
+    module = Wide(torch.optim.AdamW)
+    states = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer, module):
+            states.append(dict(trainer.optimizers[0].state))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_steps=1, callbacks=[ModelSummary(), Looks()], accelerator="cpu", **quiet).fit(
+        module, [torch.ones(1, 512)]
+    )
+    assert states == [{}]
+
+
+# torch's own look at a value between two graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_recomputed_and_compiled_is_shown(capsys):
+    net = Net(body=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), head=nn.Linear(3, 1))
+    lines = shown(
+        capsys,
+        net,
+        [torch.ones(2, 3)],
+        activation_checkpointing="selective",
+        compile={"blocks": True, "backend": "aot_eager"},
+        activation_offload=True,
+        optimizer_in_backward=True,
+    )
+    assert lines["Blocks"].endswith("2 of Linear: recomputed in backward (selective), compiled")
+    assert lines["Steps"].endswith("activations kept on the CPU, optimizer stepped in backward")
+    lines = shown(capsys, Net(head=nn.Linear(3, 1)), [torch.ones(2, 3)])
+    assert "Blocks" not in lines
+    assert "Steps" not in lines

@@ -55,9 +55,9 @@ def test_wrong_choice_is_refused_with_what_is_allowed(choices, message):
         Trainer(**choices)
 
 
-def test_several_devices_come_later():
+def test_one_process_cannot_have_several_devices():
     with pytest.raises(ConfigError, match="devices=2 on num_nodes=1 are several processes"):
-        quiet_trainer(devices=2).fit(Regression(), batches())
+        quiet_trainer(devices=2, strategy="single_device").fit(Regression(), batches())
 
 
 @pytest.mark.parametrize(

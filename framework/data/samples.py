@@ -32,6 +32,21 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
         count = sizer(batch)
         if count is not None:
             return int(count)
+    known = known_count(batch)
+    if known is not None:
+        return known
+    rows: set[int] = set()
+    _add_rows(batch, rows)
+    kind = type(batch).__name__
+    found = f"tensors of {sorted(rows)} rows" if rows else f"no tensors in a {kind}"
+    raise DataError(
+        f"Cannot tell how many samples weigh the epoch mean of {name!r}: the batch holds {found}. "
+        "Pass self.log(…, batch_size=n), or define count_samples(self, batch) once on the Module."
+    )
+
+
+def known_count(batch: Any) -> int | None:
+    """Return the number of samples that ``batch`` says or its tensors show, or None."""
     own = None if type(batch) in (tuple, list) else own_count(batch)
     if own is not None:
         return own
@@ -39,14 +54,8 @@ def count_samples(batch: Any, sizer: Callable[[Any], int | None] | None, name: s
     _add_rows(batch, rows)
     if len(rows) == 1:
         return rows.pop()
-    if batch is None or isinstance(batch, (int, float)) or getattr(batch, "shape", None) == ():
-        return 1
-    kind = type(batch).__name__
-    found = f"tensors of {sorted(rows)} rows" if rows else f"no tensors in a {kind}"
-    raise DataError(
-        f"Cannot tell how many samples weigh the epoch mean of {name!r}: the batch holds {found}. "
-        "Pass self.log(…, batch_size=n), or define count_samples(self, batch) once on the Module."
-    )
+    is_one = batch is None or isinstance(batch, (int, float))
+    return 1 if is_one or getattr(batch, "shape", None) == () else None
 
 
 def own_count(batch: Any) -> int | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from leyden.dtensors import is_split, local
 from leyden.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +67,31 @@ class MixedPrecision:
     def unscale(self, optimizer: Optimizer) -> None:
         # unscale_ raises when called twice in a step: by the loop, and by a user who clips.
         if self.scaler is not None and self._of(optimizer)["stage"] is OptState.READY:
-            self.scaler.unscale_(optimizer)
+            if any(is_split(p) for p in _parameters(optimizer)):
+                self._unscale_parts(optimizer, self.scaler)
+            else:
+                self.scaler.unscale_(optimizer)
+
+    def _unscale_parts(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Unscale gradients that lie in parts on several ranks, and agree on an overflow in any."""
+        parts: list[Tensor] = []
+        for gradient in (parameter.grad for parameter in _parameters(optimizer)):
+            if gradient is not None:
+                part = local(gradient)
+                part.grad = local(gradient)
+                parts.append(part)
+        # All that a scaler looks at. It cannot take tensors of several meshes at once.
+        as_optimizer: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        scaler.unscale_(as_optimizer)
+        state = scaler._per_optimizer_states.pop(id(as_optimizer))
+        scale = scaler._scale
+        assert scale is not None, "unscale_ refuses it"
+        overflow = torch.zeros_like(scale)
+        for found in state["found_inf_per_device"].values():
+            overflow = torch.maximum(overflow, found.to(scale.device).reshape(()))
+        torch.distributed.all_reduce(overflow, torch.distributed.ReduceOp.MAX)
+        state["found_inf_per_device"] = {scale.device: overflow.reshape(1)}
+        scaler._per_optimizer_states[id(optimizer)] = state
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         updated = True
@@ -116,6 +142,10 @@ class MixedPrecision:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 float16 = partial(MixedPrecision, torch.float16)
