@@ -7,9 +7,8 @@ gradients. Each exchange agrees on the batch of the next, about a second later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,28 +16,10 @@ from .errors import ModuleError
 from .signals import reason
 
 if TYPE_CHECKING:
-    from .protocols import Strategy
     from .run import Run
 
-T = TypeVar("T")
 PERIOD = 1.0
 """Seconds that exchanges aim at having between them."""
-
-
-def on_first(strategy: Strategy, call: Callable[[], T]) -> T:
-    """Return on every rank what ``call`` returns on rank 0; what it raises is raised on all."""
-    if strategy.world_size == 1:
-        return call()
-    value, error = None, None
-    if strategy.rank == 0:
-        try:
-            value = call()
-        except Exception as raised:
-            error = raised
-    value, told = strategy.broadcast((value, error))
-    if told is not None:
-        raise told if error is None else error
-    return cast(T, value)
 
 
 class Agreement(Protocol):

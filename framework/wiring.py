@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import hparams, resume, rng, saving
-from .agreement import Alone, Together, on_first
+from .agreement import Alone, Together
 from .callback import Callback
 from .data.feed import overrides, require_step
 from .errors import ModuleError
@@ -34,7 +34,7 @@ from .overrides import DataHooks, TrainingHooks
 from .parts import with_module_callbacks
 from .prepared import prepared
 from .protocols import Checkpointer, Logger, Precision, Strategy
-from .rank_zero import rank_zero_info, rank_zero_warn
+from .rank_zero import on_first, rank_zero_info, rank_zero_warn
 from .reading import read_train, reload
 from .run import LossWatch, Run
 from .run_folder import RunFolder

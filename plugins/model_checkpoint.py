@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from leyden.agreement import on_first
 from leyden.callback import Callback
 from leyden.errors import CheckpointError
 from leyden.locations import absolute, join
-from leyden.rank_zero import rank_zero_warn
+from leyden.rank_zero import on_first, rank_zero_warn
 
 from .checkpoint_choices import INTERVALS, check_choices
 from .checkpoint_folder import is_in, own_folder
