@@ -210,7 +210,8 @@ def join(run: Run, request: Request) -> None:
     resumed = on_first(strategy, partial(folder_resumed, trainer, request))
     run.folder = trainer.folder = resumed or run.folder
     if strategy.world_size > 1:
-        saves = request.stage == "fit" and not trainer.fast_dev_run and bool(savers)
+        keeps = request.stage == "fit" and not trainer.fast_dev_run
+        saves = keeps and any(getattr(saver, "dirpath", None) is None for saver in savers)
         run.folder.agree(partial(on_first, strategy), is_needed=saves or bool(run.loggers))
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from leyden import failure
+
 _PRELOADED = ["torch.distributed.tensor", "leyden.testing", "pytest"]
 _PR_SET_PDEATHSIG = 1
 
@@ -97,6 +99,7 @@ def _rank(rank: int, count: int, folder: str, call: tuple[tuple[str, str], str, 
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    failure.PATIENCE = 0.0  # no launcher looks for the rank that failed first
     result, error = None, ""
     try:
         _meet(rank, count, folder)
