@@ -139,8 +139,9 @@ def two_epochs(kind, workers, choices):
     return module.seen, own.told, OwnBatches.made
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["sampler", "batches", "data"])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("sampler", 0), ("batches", 1), ("data", 0), ("data", 1)]
+)
 def test_each_epoch_is_told_and_what_a_sampler_gives_is_dealt_out_once(kind, workers):
     first, second = on_ranks(2, two_epochs, kind, workers, {})
     for seen, told, made in (first, second):
@@ -244,9 +245,10 @@ def trained_and_evaluated(kind, strategy):
     return steps, float(weight), values, module.seen[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["sized", "stream"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "strategy"),
+    [(2, "sized", "ddp"), (3, "stream", "ddp"), (3, "sized", "fsdp"), (2, "stream", "fsdp")],
+)
 def test_training_ends_with_the_shortest_and_evaluation_counts_all(ranks, kind, strategy):
     found = on_ranks(ranks, trained_and_evaluated, kind, strategy, timeout=30)
     used = [number for part in PARTS[:ranks] for number in part[:2]]

@@ -70,7 +70,7 @@ def _collected(ranks: list[Any], folder: str, deadline: float) -> list[Any]:
         results, problems = [], []
         if any(p.exitcode for p in ranks):
             for process in ranks:  # those that have lost one notice it at once
-                process.join(timeout=3)
+                process.join(timeout=10)
         for rank, process in enumerate(ranks):
             found = Path(folder, f"{rank}.pt")
             if process.is_alive():
