@@ -7,9 +7,8 @@ gradients. Each exchange agrees on the batch of the next, about a second later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,28 +16,10 @@ from .errors import ModuleError
 from .signals import reason
 
 if TYPE_CHECKING:
-    from .protocols import Strategy
     from .run import Run
 
-T = TypeVar("T")
 PERIOD = 1.0
 """Seconds that exchanges aim at having between them."""
-
-
-def on_first(strategy: Strategy, call: Callable[[], T]) -> T:
-    """Return on every rank what ``call`` returns on rank 0; what it raises is raised on all."""
-    if strategy.world_size == 1:
-        return call()
-    value, error = None, None
-    if strategy.rank == 0:
-        try:
-            value = call()
-        except Exception as raised:
-            error = raised
-    value, told = strategy.broadcast((value, error))
-    if told is not None:
-        raise told if error is None else error
-    return cast(T, value)
 
 
 class Agreement(Protocol):
@@ -55,6 +36,9 @@ class Agreement(Protocol):
 
     def is_asked(self) -> bool:
         """Return whether somebody here has asked to stop."""
+
+    def skip(self) -> None:
+        """Ask for the end of the epoch."""
 
     backwards: int
     """Losses differentiated here, which are to be as many on every rank."""
@@ -92,6 +76,9 @@ class Alone:
     def is_asked(self) -> bool:
         return self.run.state.stop is not None
 
+    def skip(self) -> None:
+        self.run.epoch_is_skipped = True
+
     def tick(self) -> None:
         self.run.state.elapsed = perf_counter() - self.run.began
 
@@ -104,13 +91,14 @@ class Alone:
 class Together:
     """Several ranks: what one of them asks for is decided at the next exchange.
 
-    ``state.stop``, ``state.elapsed`` and ``run.interrupted_by`` change there alone, and are the
-    same on every rank; the time is rank 0's.
+    ``state.stop``, ``state.elapsed``, ``run.interrupted_by`` and ``run.epoch_is_skipped`` change
+    there alone, and are the same on every rank; the time is rank 0's.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.why: str | None = None
+        self.skips = False
         # One may have come before the others were found.
         self.signal, run.interrupted_by = run.interrupted_by, None
         self.gap, self.left = 1, 1
@@ -127,6 +115,9 @@ class Together:
 
     def is_asked(self) -> bool:
         return self.why is not None or self.run.state.stop is not None
+
+    def skip(self) -> None:
+        self.skips = True
 
     def tick(self) -> None:
         self.left -= 1
@@ -155,12 +146,15 @@ class Together:
             gap if first else 0,
             self.backwards,
             -self.backwards,
+            self.skips,
         ]
+        self.skips = False
         heard = run.strategy.exchange(torch.tensor(mine, dtype=torch.float64)).tolist()
         asked, most, least = heard[0], heard[3], -heard[4]
         state.elapsed = heard[1] if run.stage == "fit" else state.elapsed
         self.gap = self.left = int(heard[2])
         self._asked_at = perf_counter()
+        run.epoch_is_skipped = run.epoch_is_skipped or bool(heard[5])
         if most != least:
             self._refuse_uneven()
         if asked:

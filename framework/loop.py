@@ -58,13 +58,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .inference import forget_inference
 from .metrics import Logged, Readings, to_floats
-from .pace import keep_listening, keep_pace
+from .pace import in_pace
 from .rank_zero import rank_zero_info
 from .step import open_window, refuse_standstill, step_schedule, update, warn_of_unheld
 
@@ -142,8 +141,8 @@ def train_epoch(run: Run) -> None:
     """Train on one pass over the data, or on the rest of it."""
     state, hooks, trainer, module = run.state, run.hooks, run.trainer, run.module
     logged, n = run.metrics.train, run.accumulate
-    batches = begin_epoch(run)
     is_last = run.epoch_is_skipped = False
+    batches = begin_epoch(run)
     logged.in_batch = True
     for batch, is_last in batches:
         logged.batch, logged.size = batch, None
@@ -309,19 +308,16 @@ def evaluate(run: Run, evaluation: Evaluation, limit: int | None = None) -> bool
     """
     trainer, module = run.trainer, run.module
     with evaluation_mode(run, evaluation) as logged:
-        for dataloader_idx, source in enumerate(evaluation.sources):
+        for dataloader_idx in range(len(evaluation.sources)):
             logged.begin_loader(dataloader_idx, len(evaluation.sources))
             logged.in_batch = True
-            batches = source.batches(run.state.epoch)
-            for batch_idx, (batch, _) in enumerate(islice(batches, limit)):
+            for batch_idx, batch in in_pace(run, evaluation, dataloader_idx, limit):
                 if run.interrupted_by is not None:
                     return False
                 logged.batch, logged.size = batch, None
                 # Batches are fetched outside of it: a loader may keep and train on them later.
                 with evaluation.no_grad():
                     evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
-                keep_listening(run, source, batch_idx)
-            keep_pace(run, evaluation, dataloader_idx, limit)
             logged.in_batch = False
             run.metrics.end_loader(logged)
         run.metrics.share(logged)
@@ -350,14 +346,14 @@ def evaluate_batch(
     return outputs
 
 
-def predict(run: Run) -> Iterator[tuple[int, Any]]:
+def predict(run: Run) -> Generator[tuple[int, Any]]:
     """Yield the index of the loader and the prediction of each batch, in order."""
     trainer, module = run.trainer, run.module
     evaluation = run.evaluations["predict"]
     with evaluation_mode(run, evaluation):
         module.__dict__["_logged"] = None
-        for dataloader_idx, source in enumerate(evaluation.sources):
-            for batch_idx, (batch, _) in enumerate(source.batches(run.state.epoch)):
+        for dataloader_idx in range(len(evaluation.sources)):
+            for batch_idx, batch in in_pace(run, evaluation, dataloader_idx):
                 if run.interrupted_by is not None:
                     return
                 # The mode ends before the value leaves: the caller's code runs as it is written.
@@ -365,8 +361,6 @@ def predict(run: Run) -> Iterator[tuple[int, Any]]:
                     outputs = evaluate_batch(run, evaluation, batch, batch_idx, dataloader_idx)
                 yield dataloader_idx, outputs
                 del outputs
-                keep_listening(run, source, batch_idx)
-            keep_pace(run, evaluation, dataloader_idx)
         with evaluation.no_grad():
             for hook in evaluation.on_epoch_end:
                 hook(trainer, module)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .data.combined import END
 from .errors import DataError
 from .metric_state import metric_objects
 from .metrics import Logged
@@ -16,44 +20,66 @@ if TYPE_CHECKING:
     from .run import Evaluation, Run
 
 
-def keep_listening(run: Run, source: Source, batch_idx: int) -> None:
-    """Hear between batches whether to stop, as long as every rank has a batch yet."""
-    if source.common is not None and batch_idx < source.common:
-        run.agreement.listen()
+def in_pace(
+    run: Run, evaluation: Evaluation, index: int, limit: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield each batch of a loader with its number, in step with the other ranks.
 
-
-def keep_pace(run: Run, evaluation: Evaluation, index: int, limit: int | None = None) -> None:
-    """Run the step as often as other ranks do, where a forward takes all of them.
-
-    What the additional steps log, count and return is left out.
+    Between batches they hear whether to stop, as long as all have one yet. Where a forward takes
+    every rank, one that has fewer batches runs the step as often as the others do. What these
+    additional steps log, count and return is left out.
 
     Args:
         run: The run.
         evaluation: Its evaluation.
-        index: Of the loader that has come to its end.
-        limit: Batches of it that were asked for.
+        index: Of the loader.
+        limit: Batches of it at most.
 
     Raises:
-        DataError: This rank has no batch at all to take part with.
+        DataError: The forward takes every rank, and this one has no batch at all.
     """
-    source = evaluation.sources[index]
-    if not run.strategy.is_lockstep or source.rounds is None or source.length is None:
-        return
-    own, rounds = source.length, source.rounds
-    if limit is not None:
-        own, rounds = min(own, limit), min(rounds, limit)
-    if own == rounds:
-        return
-    batch = next((batch for batch, _ in source.batches(run.state.epoch)), None)
-    if batch is None:
-        raise DataError(
-            f"The {evaluation.phase} data has fewer samples than ranks, and parameters are sharded "
-            "over them, so each has to take part. Use more data, or fewer ranks."
-        )
-    with unnoticed(run), evaluation.no_grad():
-        for batch_idx in range(own, rounds):
-            place = (batch_idx, index) if evaluation.takes_index else (batch_idx,)
+    source, lockstep = evaluation.sources[index], run.strategy.is_lockstep
+    asks = lockstep and source.rounds is None and run.strategy.world_size > 1
+    batch_idx, batch = -1, END
+    for batch_idx, (batch, _) in enumerate(islice(source.batches(run.state.epoch), limit)):
+        if asks and run.interrupted_by is None:
+            has_any(run, own=True)
+        yield batch_idx, batch
+        if asks or (source.common is not None and batch_idx < source.common):
+            run.agreement.listen()
+    for additional in rounds_of_others(run, source, batch_idx + 1, limit) if lockstep else ():
+        if batch is END:
+            raise DataError(
+                f"The {evaluation.phase} data has fewer samples than ranks, and parameters are "
+                "sharded over them, so each has to take part. Use more data, or fewer ranks."
+            )
+        place = (additional, index) if evaluation.takes_index else (additional,)
+        with unnoticed(run), evaluation.no_grad():
             evaluation.step(batch, *place)
+
+
+def rounds_of_others(run: Run, source: Source, own: int, limit: int | None) -> Iterator[int]:
+    """Yield the number of each batch that some other rank has, and this one has not.
+
+    Args:
+        run: The run.
+        source: What both read.
+        own: Batches that this rank has had.
+        limit: Batches of it at most.
+    """
+    if source.rounds is not None:
+        yield from range(own, source.rounds if limit is None else min(source.rounds, limit))
+        return
+    while run.strategy.world_size > 1 and run.interrupted_by is None and has_any(run, own=False):
+        yield own
+        own += 1
+        run.agreement.listen()
+
+
+def has_any(run: Run, own: bool) -> bool:
+    """Return whether any rank has a next batch, where that is only known from batch to batch."""
+    told = run.strategy.exchange(torch.tensor([own], dtype=torch.float64))
+    return bool(told.item())
 
 
 @contextmanager

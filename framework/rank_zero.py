@@ -10,12 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast, overload
 
-from .errors import ConfigError
+from .errors import ConfigError, LeydenError
+
+if TYPE_CHECKING:
+    from .protocols import Strategy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,3 +112,28 @@ def rank_zero_debug(message: object, *args: object) -> None:
     """Log ``message % args`` at DEBUG to the logger ``leyden``, on rank 0."""
     if rank() == 0:
         _log.debug(message, *args, stacklevel=2)
+
+
+def on_first(strategy: Strategy, call: Callable[[], T]) -> T:
+    """Return on every rank what ``call`` returns on rank 0; what it raises is raised on all."""
+    if strategy.world_size == 1:
+        return call()
+    value, error = None, None
+    if strategy.rank == 0:
+        try:
+            value = call()
+        except Exception as raised:
+            error = raised
+    value, told = strategy.broadcast((value, None if error is None else told_of(error)))
+    if told is not None:
+        raise told if error is None else error
+    return cast(T, value)
+
+
+def told_of(error: Exception) -> Exception:
+    """Return ``error``, or one that says the same where it cannot travel to other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # one with a lock, a file or arguments of its own
+        return LeydenError(f"{type(error).__name__}: {error}")
+    return error

@@ -42,7 +42,7 @@ def agree_on_training(source: Source, strategy: Strategy) -> None:
     source.seed = strategy.broadcast(source.seed)
     told = strategy.gather((source.length, source.is_dealt))
     lengths = [length for length, _ in told]
-    if not all(is_dealt for _, is_dealt in told):
+    if source.share.is_dealt and not all(is_dealt for _, is_dealt in told):
         tell_not_dealt(source.loader)
     if any(length is None for length in lengths):
         source.limit = source.length if source.limit is None else source.limit

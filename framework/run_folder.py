@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
 from .locations import is_remote, local
@@ -57,6 +59,29 @@ class RunFolder:
                 ) from error
         return self._path
 
+    def agree(self, on_first: Callable[[Callable[[], Any]], Any], is_needed: bool) -> None:
+        """Let every rank have rank 0's folder; every rank calls it at the same place.
+
+        Args:
+            on_first: Calls on rank 0, and returns what it returned there on every rank.
+            is_needed: Whether it is made now. Otherwise a rank that asks for it makes it, and
+                another run that begins meanwhile may choose the same one.
+
+        Raises:
+            ConfigError: It cannot be made.
+        """
+
+        def choice() -> Path | int | str:
+            if is_needed or self.is_made:
+                return self.path
+            return self.version or _next_number((self.root / self.name).absolute())
+
+        chosen = on_first(choice)
+        if isinstance(chosen, Path):
+            self._path = chosen
+        else:
+            self.version = chosen
+
     def _named(self, parent: Path) -> Path:
         is_number = isinstance(self.version, int)
         path = parent / (f"version_{self.version}" if is_number else str(self.version))
@@ -69,8 +94,7 @@ def _numbered(parent: Path) -> Path:
 
     ``mkdir`` fails where another run was faster, which makes it the judge of who has the number.
     """
-    taken = [re.fullmatch(r"version_(\d+)", entry.name) for entry in parent.iterdir()]
-    number = max((int(found[1]) for found in taken if found), default=-1) + 1
+    number = _next_number(parent)
     while True:
         path = parent / f"version_{number}"
         try:
@@ -79,6 +103,12 @@ def _numbered(parent: Path) -> Path:
             number += 1
         else:
             return path
+
+
+def _next_number(parent: Path) -> int:
+    entries = parent.iterdir() if parent.is_dir() else ()
+    taken = [re.fullmatch(r"version_(\d+)", entry.name) for entry in entries]
+    return max((int(found[1]) for found in taken if found), default=-1) + 1
 
 
 def script_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,11 @@ class RunView:
         self._run.agreement.ask(why) if self._run else setattr(self._state, "stop", why)
 
     def skip_epoch(self) -> None:
-        """End the current epoch before its next batch; it counts as complete."""
-        self._current().epoch_is_skipped = True
+        """End the current epoch before its next batch; it counts as complete.
+
+        One rank may ask: all end it after the same batch, once they have heard, in about a second.
+        """
+        self._current().agreement.skip()
 
     @property
     def module(self) -> Any:
@@ -382,11 +386,7 @@ class RunView:
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Return the ranks' tensors stacked: each of shape ``(world_size, *tensor.shape)``."""
-        strategy = self._current().strategy
-
-        def gathered(value: Any) -> Tensor:
-            return strategy.all_gather(value, sync_grads)
-
+        gathered = partial(self._current().strategy.all_gather, sync_grads=sync_grads)
         return mapped(data, gathered, lambda value: isinstance(value, Tensor))
 
 

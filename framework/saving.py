@@ -22,6 +22,7 @@ from .manager import Registry
 from .manifest import FORMAT, manifest
 from .open_step import shared_window
 from .optimizer_state import clean, optimizer_state
+from .rank_zero import on_first
 from .resume import choices_of, of_rank, stateful
 from .shards import laid_out, together
 
@@ -176,15 +177,7 @@ def save(run: Run, path: str, weights_only: bool = False) -> None:
     if getattr(run.checkpointer, "is_sharded", False):
         run.checkpointer.save(checkpoint, path)
         return
-    error = None
-    if run.strategy.rank == 0:
-        try:
-            run.checkpointer.save(checkpoint, path)
-        except Exception as failure:
-            error = failure
-    told = run.strategy.broadcast(error)
-    if told is not None:
-        raise error or told
+    on_first(run.strategy, partial(run.checkpointer.save, checkpoint, path))
 
 
 def checkpointer_for(path: str, storage_options: Mapping[str, Any] | None = None) -> Checkpointer:

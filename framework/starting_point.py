@@ -25,10 +25,10 @@ def is_restart() -> bool:
 
 
 def chosen_checkpoint(trainer: Trainer, stage: str, choice: Any) -> str | None:
-    """Return what ``ckpt_path`` asks for: a path, ``"auto"``, or None.
+    """Return what ``ckpt_path`` asks for: a path, ``"auto"``, ``"last"`` to be found, or None.
 
     Raises:
-        LeydenError: ``"best"`` or ``"last"`` is asked for, and there is none.
+        LeydenError: ``"best"`` is asked for, and there is none.
         ConfigError: ``"auto"`` is asked for where nothing goes on.
     """
     if choice is None and stage == "fit" and is_restart():
@@ -43,25 +43,28 @@ def chosen_checkpoint(trainer: Trainer, stage: str, choice: Any) -> str | None:
             )
         return "auto"
     path = getattr(trainer.checkpoint_callback, f"{choice}_model_path", "")
-    looked_in: list[str] = []
-    if not path and choice == "last":
-        looked_in = folders(trainer, trainer.checkpoint_callbacks)
-        found = in_folders(_checkpointer(trainer), looked_in)
-        path = next((p for p in found if locations.name_of(p).startswith("last.")), "")
-    if not path:
-        where = f" in {', '.join(looked_in)}" if looked_in else ""
-        saver_choice = "monitor=…" if choice == "best" else "save_last=True"
+    if not path and choice == "best":
         raise LeydenError(
-            f"ckpt_path={choice!r}: there is no such checkpoint{where}. Fit with "
-            f"ModelCheckpoint({saver_choice}) first, or pass a path."
+            "ckpt_path='best': there is no such checkpoint. Fit with ModelCheckpoint(monitor=…) "
+            "first, or pass a path."
         )
-    return str(path)
+    return str(path) or "last"
 
 
-def _checkpointer(trainer: Trainer) -> Checkpointer:
-    choice = trainer.checkpointer_choice
-    made: Checkpointer = trainer.registry.resolved("checkpointer", choice, Checkpointer)
-    return made
+def _last(trainer: Trainer, checkpointer: Checkpointer, savers: Sequence[Any]) -> str:
+    """Return the newest checkpoint called ``last`` in the folders.
+
+    Raises:
+        LeydenError: There is none.
+    """
+    looked_in = folders(trainer, savers)
+    for path in in_folders(checkpointer, looked_in):
+        if locations.name_of(path).startswith("last."):
+            return path
+    raise LeydenError(
+        f"ckpt_path='last': there is no such checkpoint in {', '.join(looked_in)}. Fit with "
+        "ModelCheckpoint(save_last=True) first, or pass a path."
+    )
 
 
 def home(trainer: Trainer) -> tuple[str, str, int | str | None]:
@@ -123,12 +126,13 @@ def read_checkpoint(
         trainer: Whose run it is.
         checkpointer: What reads it.
         savers: Callbacks of the run that keep checkpoints.
-        path: A path, ``"auto"`` or None.
+        path: A path, ``"auto"``, ``"last"`` or None.
         required: Parts that it must have.
         owner: The Module's class, for messages.
         on_first: Calls on rank 0, and returns what it returned there on every rank.
 
     Raises:
+        LeydenError: There is none called ``last``.
         CheckpointError: It cannot be read, or lacks a part.
     """
     if path is None:
@@ -140,6 +144,7 @@ def read_checkpoint(
         if asked == "auto":
             found = newest(trainer, checkpointer, savers)
         else:
+            asked = _last(trainer, checkpointer, savers) if asked == "last" else asked
             found = asked, saving.view(checkpointer, asked)
         own.extend([found[1]] if found else [])
         return found[0] if found else None

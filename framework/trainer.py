@@ -298,6 +298,7 @@ class Trainer(Limits, RunView):
         return_predictions: bool = True,
         ckpt_path: str | Path | None = None,
         stream: bool = False,
+        gather: bool = False,
     ) -> Any:
         """Run ``predict_step`` over the data to predict.
 
@@ -309,30 +310,43 @@ class Trainer(Limits, RunView):
             ckpt_path: Checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
             stream: Yield each batch's prediction as it is made and keep nothing. The run ends when
                 the iterator does, or when it is closed.
+            gather: Return, on every rank, what all ranks have predicted, each sample once and in
+                the order of the data, on the CPU. False returns what this rank has.
 
         Returns:
             A list of predictions, one per batch, or a list of such lists where there are several
             loaders; None where nothing is kept; an iterator to stream.
+
+        Raises:
+            ConfigError: ``gather`` is asked for, and nothing is kept.
+            DataError: ``gather`` is asked for, and a loader is not dealt out to the ranks.
         """
+        if gather and (stream or not return_predictions):
+            raise ConfigError(
+                "predict(gather=True) returns what all ranks have predicted, so it has to keep it. "
+                "Leave out stream=True and return_predictions=False, or gather=True."
+            )
         model, ckpt_path = self._last_fitted(model, ckpt_path, "predict")
         dataloaders, datamodule = parts.as_datamodule(dataloaders, datamodule)
-        predictions = self._predictions(model, dataloaders, datamodule, ckpt_path)
+        request = model, {"predict": dataloaders}, datamodule, ckpt_path
         if stream:
-            return results.streamed(predictions)
-        kept = results.by_batch(predictions, return_predictions)
+            return results.streamed(self._streaming(*request))
+        with self._running("predict", *request) as run, closing(loop.predict(run)) as outputs:
+            if gather:
+                results.refuse_to_gather(run)
+            kept = results.by_batch(outputs, return_predictions)
+            if gather:
+                kept = results.gathered(kept, run)
         return results.shaped(kept, self.num_predict_batches) if return_predictions else None
 
-    def _predictions(
-        self, model: Any, loaders: Any, datamodule: Any, ckpt_path: Any
-    ) -> Generator[tuple[int, Any]]:
-        with (
-            self._running("predict", model, {"predict": loaders}, datamodule, ckpt_path) as run,
-            closing(loop.predict(run)) as outputs,  # type: ignore[type-var]
-        ):
+    def _streaming(self, *request: Any) -> Generator[tuple[int, Any]]:
+        with self._running("predict", *request) as run, closing(loop.predict(run)) as outputs:
             yield from outputs
 
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint of the current run at ``path``, whole or not at all.
+
+        Every rank calls it, and every rank learns if it fails.
 
         Args:
             path: Where to.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import hparams, resume, rng, saving
-from .agreement import Alone, Together, on_first
+from .agreement import Alone, Together
 from .callback import Callback
 from .data.feed import overrides, require_step
 from .errors import ModuleError
@@ -34,7 +34,7 @@ from .overrides import DataHooks, TrainingHooks
 from .parts import with_module_callbacks
 from .prepared import prepared
 from .protocols import Checkpointer, Logger, Precision, Strategy
-from .rank_zero import rank_zero_info, rank_zero_warn
+from .rank_zero import on_first, rank_zero_info, rank_zero_warn
 from .reading import read_train, reload
 from .run import LossWatch, Run
 from .run_folder import RunFolder
@@ -197,27 +197,22 @@ def join(run: Run, request: Request) -> None:
     if strategy.world_size > 1:
         run.agreement = Together(run)
         run.metrics.join(strategy)
+    savers = [one for one in run.callbacks if hasattr(one, "best_model_path")]
     trainer.ckpt_path, request.checkpoint = read_checkpoint(
         trainer,
         run.checkpointer,
-        [one for one in run.callbacks if hasattr(one, "best_model_path")],
+        savers,
         request.ckpt_path,
         request.restore if request.stage == "fit" else frozenset(["weights"]),
         type(run.module).__name__,
         partial(on_first, strategy),
     )
-    run.folder = trainer.folder = folder_resumed(trainer, request) or run.folder
-    if strategy.world_size > 1 and keeps_files(run):
-        path = on_first(strategy, lambda: str(run.folder.path))
-        run.folder = trainer.folder = RunFolder(
-            trainer.default_root_dir, trainer.name, existing=Path(path)
-        )
-
-
-def keeps_files(run: Run) -> bool:
-    """Return whether ``run`` writes into its folder by itself, and so makes it."""
-    saves = any(getattr(callback, "is_saver", False) for callback in run.callbacks)
-    return bool(run.loggers) or (run.stage == "fit" and saves and not run.trainer.fast_dev_run)
+    resumed = on_first(strategy, partial(folder_resumed, trainer, request))
+    run.folder = trainer.folder = resumed or run.folder
+    if strategy.world_size > 1:
+        keeps = request.stage == "fit" and not trainer.fast_dev_run
+        saves = keeps and any(getattr(saver, "dirpath", None) is None for saver in savers)
+        run.folder.agree(partial(on_first, strategy), is_needed=saves or bool(run.loggers))
 
 
 def refuse_lost(module: Module, before: Mapping[str, torch.nn.Parameter]) -> None:

@@ -35,23 +35,30 @@ class Numbers:
         self._has_said_missing = False
 
     def named(
-        self, names: Iterable[str], template: str, trainer: Trainer, at: At
+        self,
+        names: Iterable[str],
+        template: str,
+        metrics: Mapping[str, Tensor],
+        trainer: Trainer,
+        at: At,
     ) -> dict[str, float]:
         """Return the numbers called ``names``, which ``template`` shows."""
-        metrics, asked_by = trainer.callback_metrics, f"filename={template!r}"
+        asked_by = f"filename={template!r}"
         return {name: self._number(name, asked_by, trainer, at, metrics) for name in names}
 
-    def score(self, trainer: Trainer, at: At, is_cut: bool) -> Tensor:
+    def score(
+        self, metrics: Mapping[str, Tensor], trainer: Trainer, at: At, is_cut: bool
+    ) -> Tensor:
         """Return what the state is ranked by, shape ``()``: never NaN, infinite if unknown.
 
         Args:
+            metrics: What was logged.
             trainer: Whose run it is.
             at: The moment.
             is_cut: Whether the run was cut here, so that the state is not validated, or not wholly.
         """
         if self._monitor is None:
             return torch.tensor(trainer.state.total_batches)
-        metrics = trainer.callback_metrics
         number = self._number(self._monitor, f"monitor={self._monitor!r}", trainer, at, metrics)
         if isnan(number) or is_cut:
             return torch.tensor(-inf if self._prefers_high else inf)

@@ -75,7 +75,7 @@ class Writer:
         if not trainer.is_global_zero:
             write = partial(written_in_part, trainer.checkpointer, save=save)
         if not _writes(trainer):
-            self._outcome = Outcome(save.after, True)
+            self._outcome = None
         elif self._asynchronous:
             self._begin_in_background(trainer, checkpoint, save, write)
         else:
@@ -113,11 +113,15 @@ class Writer:
 
     def finish(self, trainer: Trainer) -> tuple[Save, Outcome]:
         """Wait until the save that was begun is complete; the same on every rank."""
+        save, own = self.finish_alone()
+        return save, trainer.broadcast(own)
+
+    def finish_alone(self) -> tuple[Save, Outcome]:
+        """Do so for what this rank writes of it, without asking others, who may be gone."""
         assert self.save is not None
         save, own = self.save, self._outcome if self._task is None else self._task.result()
-        outcome: Outcome = trainer.broadcast(own)
         self.save = self._task = None
-        return save, outcome
+        return save, own or Outcome(save.before, False)
 
     def stop(self) -> None:
         """Give up a save that is not complete by now."""

@@ -123,10 +123,11 @@ class EarlyStopping(Callback):
         metrics = trainer.callback_metrics
         if trainer.fast_dev_run:
             return
-        if self.monitor not in metrics:
+        own = metrics.get(self.monitor)
+        value: Tensor | None = trainer.broadcast(own if own is None else own.detach().cpu().clone())
+        if value is None:
             self._refuse(trainer, metrics)
             return
-        value: Tensor = trainer.broadcast(metrics[self.monitor].detach().cpu().clone())
         self._last, best = float(value), float(self.best_score)
         counts = isfinite(self._last) or not self.check_finite
         if counts and self._is_better(self._last, best, by=self.min_delta):

@@ -15,7 +15,7 @@ from torch import Tensor
 from leyden.callback import Callback
 from leyden.errors import CheckpointError
 from leyden.locations import absolute, join
-from leyden.rank_zero import rank_zero_warn
+from leyden.rank_zero import on_first, rank_zero_warn
 
 from .checkpoint_choices import INTERVALS, check_choices
 from .checkpoint_folder import is_in, own_folder
@@ -46,7 +46,8 @@ class ModelCheckpoint(Callback):
 
     What is saved stays for any of the reasons that ``save_top_k`` and the ``keep_…`` arguments
     name. A file is deleted only after a newer one is complete, and only if this run, or the one it
-    resumes, has written it. The names (best, last) point at complete files alone.
+    resumes, has written it. The names (best, last) point at complete files alone. With several
+    ranks, rank 0 decides and all are told, by its own value of a metric that differs.
 
     Args:
         dirpath: Folder of the files, or its URL; ``checkpoints`` in the run's own if None.
@@ -201,8 +202,7 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         self.dirpath = self._own_dirpath or own_folder(trainer, self._restored_dirpath)
-        if trainer.is_global_zero:
-            trainer.checkpointer.prepare(self.dirpath)
+        on_first(trainer.strategy, partial(trainer.checkpointer.prepare, self.dirpath))
         if self.FILE_EXTENSION == ModelCheckpoint.FILE_EXTENSION:
             self.FILE_EXTENSION = trainer.checkpointer.extension
         is_new = trainer.state.total_batches == 0
@@ -220,8 +220,9 @@ class ModelCheckpoint(Callback):
         """Keep of the restored paths those that are there, in the folder of this run."""
         folder, exists = str(self.dirpath), trainer.checkpointer.exists
         known = {*self._files.paths, *self._files.doomed}
-        there = {path for path in known if is_in(folder, path) and exists(path)}
-        kept = trainer.broadcast(there)
+        kept = on_first(
+            trainer.strategy, lambda: {p for p in known if is_in(folder, p) and exists(p)}
+        )
         if (lost := self._files.paths - kept) and trainer.is_global_zero:
             log.warning(
                 "ModelCheckpoint no longer tracks %s: not in %s", ", ".join(sorted(lost)), folder
@@ -252,7 +253,7 @@ class ModelCheckpoint(Callback):
         if trainer.interrupted and not isinstance(exception, Exception):
             self._writer.stop()  # a second signal ends everything at once
         if self._writer.save is not None:
-            self._attempt(partial(self._finish, trainer))
+            self._attempt(self._finish_alone)
         if (
             self.save_on_exception
             and isinstance(exception, Exception)
@@ -266,7 +267,7 @@ class ModelCheckpoint(Callback):
         self._is_fitting = False
         try:
             if self._writer.save is not None:
-                self._finish(trainer)
+                self._finish_alone()
         finally:
             self._writer.free()
 
@@ -303,22 +304,22 @@ class ModelCheckpoint(Callback):
 
     def _planned(self, trainer: Trainer, at: At, must: bool) -> tuple[Save, Exception | None]:
         """Return where the state goes and what is kept with it, or why this cannot be known."""
+        metrics = trainer.callback_metrics  # to read a metric object may take every rank
         names = {*names_in(self.filename), *names_in(self.CHECKPOINT_NAME_LAST)}
-        values = self._numbers.named(names, self.filename, trainer, at)
-        score = self._numbers.score(trainer, at, is_cut=must)
-        new = Saved("", score, trainer.global_step, time())
-        save, error = Save("", new.step, self._files, self._files), None
-        if trainer.is_global_zero:
+        before, with_last = self._files, bool(self.save_last)
+
+        def plan() -> tuple[Save, Exception | None]:
+            values = self._numbers.named(names, self.filename, metrics, trainer, at)
+            score = self._numbers.score(metrics, trainer, at, is_cut=must)
+            new = Saved("", score, trainer.global_step, time())
             path = partial(self._free_path, trainer.checkpointer, values)
             named, last = partial(path, self.filename), partial(path, self.CHECKPOINT_NAME_LAST)
             try:
-                save = arranged(
-                    self._files, new, self._rules, named, last, bool(self.save_last), must
-                )
+                return arranged(before, new, self._rules, named, last, with_last, must), None
             except CheckpointError as failure:
-                error = failure
-        shared: tuple[Save, Exception | None] = trainer.broadcast((save, error))
-        return shared
+                return Save("", new.step, before, before), failure
+
+        return on_first(trainer.strategy, plan)
 
     def _begin(self, trainer: Trainer, save: Save) -> None:
         # A checkpoint names itself as best and last, so it is made as if it were complete.
@@ -337,6 +338,9 @@ class ModelCheckpoint(Callback):
         if self.verbose and trainer.is_global_zero and outcome.is_saved:
             self._say(save, f"saved as {save.path}")
         self._conclude(save, outcome)
+
+    def _finish_alone(self) -> None:
+        self._conclude(*self._writer.finish_alone())
 
     def _conclude(self, save: Save, outcome: Outcome) -> None:
         self._files, error = outcome.files, outcome.error

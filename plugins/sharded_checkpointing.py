@@ -109,6 +109,8 @@ class ShardedCheckpointer(FileCheckpointer):
             if name and ranks.rank == 0:
                 with suppress(Exception):
                     self._delete(locations.join(path, name))
+                    if not self._files(path).names(path):  # nothing was there before
+                        self._delete(path)
             # torch's own error of a save is no Exception.
             if not isinstance(error, (Exception, CheckpointException)):
                 raise

@@ -65,7 +65,7 @@ class Source:
     ) -> None:
         self.loader, self.length, self.prepare, self.limit = loader, length, prepare, limit
         self.wait = wait or Wait()
-        self.seed_samples = seed_samples
+        self.seed_samples, self.share = seed_samples, share
         self.seed = data_seed()
         self.share_factor = 1.0
         """How much larger this rank's part of the batch in hand is than an average one."""
@@ -140,6 +140,8 @@ class Source:
             if batch is END:
                 if index == 0:
                     raise DataError(NO_BATCH)
+                if self.share.size > 1:
+                    raise self._is_short(index)
                 warnings.warn(
                     f"The loader's len() promised {self.length} batches and it gave {index}. The "
                     "epoch ends here; correct the loader's length.",
@@ -154,6 +156,14 @@ class Source:
                 self.share_factor = self._readers[0].factor
             yield batch, index == last
         self._batches = 0
+
+    def _is_short(self, given: int) -> DataError:
+        return DataError(
+            f"The loader's len() promised {self.length} batches and it gave {given} on rank "
+            f"{self.share.rank} of the {self.share.size} that read, which wait for each other at "
+            "every batch. Correct the loader's length, or leave it out: then all end with the "
+            "first that has no more."
+        )
 
     def _ahead(self, ahead: Iterator[Any]) -> Generator[tuple[Any, bool]]:
         wait, prepare, asked = self.wait, self.prepare, perf_counter()
@@ -225,6 +235,12 @@ class Source:
     def is_dealt(self) -> bool:
         """Whether what this rank reads is its part of what all read together."""
         return all(reader.order is not None for reader in self._readers)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks take turns at the batches of a pass, so that its order is known."""
+        orders = [reader.order for reader in self._readers]
+        return all(order is not None and order.share.size > 1 for order in orders)
 
     def close(self) -> None:
         """End the workers of every loader."""

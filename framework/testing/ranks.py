@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from leyden import failure
+
 _PRELOADED = ["torch.distributed.tensor", "leyden.testing", "pytest"]
 _PR_SET_PDEATHSIG = 1
 
@@ -68,7 +70,7 @@ def _collected(ranks: list[Any], folder: str, deadline: float) -> list[Any]:
         results, problems = [], []
         if any(p.exitcode for p in ranks):
             for process in ranks:  # those that have lost one notice it at once
-                process.join(timeout=3)
+                process.join(timeout=10)
         for rank, process in enumerate(ranks):
             found = Path(folder, f"{rank}.pt")
             if process.is_alive():
@@ -97,6 +99,7 @@ def _rank(rank: int, count: int, folder: str, call: tuple[tuple[str, str], str, 
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    failure.PATIENCE = 0.0  # no launcher looks for the rank that failed first
     result, error = None, ""
     try:
         _meet(rank, count, folder)
