@@ -234,8 +234,8 @@ def test_ranks_that_were_not_there_draw_apart(tmp_path):
 
 # Memory
 
-WHOLE = 4096 * 4096 * 4
-"""Bytes of the two large parameters."""
+WHOLE = 32 * 256 * 4096 * 4
+"""Bytes of all parameters."""
 
 
 class Big(Module):
@@ -246,14 +246,14 @@ class Big(Module):
         self.grown = None
 
     def configure_model(self):
-        self.big, self.other = (nn.Parameter(torch.empty(2048, 4096)) for _ in range(2))
+        self.parts = nn.ParameterList(torch.empty(256, 4096) for _ in range(32))
 
     def init_weights(self):
-        nn.init.ones_(self.big)
-        nn.init.ones_(self.other)
+        for part in self.parts:
+            nn.init.ones_(part)
 
     def training_step(self, batch, batch_idx):
-        return (self.big[0, :2] * batch.mean()).sum()
+        return (self.parts[0][0, :2] * batch.mean()).sum()
 
     def configure_optimizers(self):
         self.grown = self.grown and self.grown.bytes()
@@ -291,7 +291,7 @@ def save_and_load(folder, checkpointer):
     module.grown = Peak()
     again = Trainer(strategy="fsdp", max_steps=2, **options)
     again.fit(module, [torch.ones(1)], ckpt_path=path)
-    first = module.big.full_tensor()[0, :3].tolist()
+    first = module.parts[0].full_tensor()[0, :3].tolist()
     return grown, module.grown, first
 
 
@@ -305,6 +305,42 @@ def test_no_rank_but_the_one_that_writes_a_file_holds_all_of_a_tensor(tmp_path, 
         # Its part of the model, of the checkpoint, and of the file as far as it was read.
         assert loading < 0.9 * WHOLE
         assert saving < 0.5 * WHOLE or (rank == 0 and checkpointer == "file")
+
+
+class FromWeights(Big):
+    """Begins with the weights of a file."""
+
+    path = ""
+
+    def init_weights(self):
+        self.load_weights(self.path)
+
+
+def begin_from(path, small):
+    load_on_ranks("fsdp4", small)  # what is imported and allocated once
+    module = FromWeights()
+    module.path, module.grown = path, Peak()
+    trainer = Trainer(
+        strategy="fsdp", accelerator="cpu", devices=4, max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, [torch.ones(1)])
+    return module.grown, [whole(module.parts[i])[i, :3].tolist() for i in (0, 31)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("name", ["w.safetensors", "w.sharded"])
+def test_weights_go_straight_into_the_parts_of_what_had_no_memory(tmp_path, name):
+    rows = torch.arange(32.0 * 256).view(32, 256, 1).expand(32, 256, 4096)
+    torch.save({f"parts.{i}": part.clone() for i, part in enumerate(rows)}, tmp_path / "w.pt")
+    checkpoints.convert(tmp_path / "w.pt", tmp_path / name)
+    torch.save(Net().state_dict(), tmp_path / "s.pt")
+    checkpoints.convert(tmp_path / "s.pt", tmp_path / f"s{name}")
+    places = str(tmp_path / name), str(tmp_path / f"s{name}")
+    for grown, (first, last) in on_ranks(4, begin_from, *places):
+        assert first == [-1, -1, 0]
+        assert last == [31 * 256 + 31] * 3
+        assert grown < 0.9 * WHOLE
 
 
 def load_on_ranks(layout, path):
