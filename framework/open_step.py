@@ -36,7 +36,10 @@ def shared_window(run: Run) -> dict[str, Any] | None:
 
     The step's gradient is the average over ranks, so each may go on from that of all.
     """
-    own, strategy = window_state(run), run.strategy
+    strategy = run.strategy
+    if run.window.used:
+        strategy.share_gradients()
+    own = window_state(run)
     if own is None:
         return None
     weight = own["weight"]

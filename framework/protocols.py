@@ -64,6 +64,9 @@ class Strategy(Protocol):
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether its backward is to average gradients over ranks."""
 
+    def share_gradients(self) -> None:
+        """Bring gradients of an open step that lie elsewhere into ``grad``; every rank does."""
+
     def prepare_backward(self, loss: Tensor) -> None:
         """Learn, in manual optimization, which ``loss`` is differentiated next."""
 

@@ -85,7 +85,7 @@ def refuse_nested(trainer: Trainer, module: Module) -> None:
 def take_down(run: Run, status: Status) -> None:
     """End ``run``: tell ``teardown`` to everyone, close loggers and strategy, let the Module go."""
     steps: list[Callable[[], None]] = [
-        lambda: leave_position(run),
+        lambda: leave_position(run, status),
         *(
             (lambda hook=hook: hook(run.trainer, run.module, run.stage))
             for hook in run.hooks.teardown
@@ -102,9 +102,11 @@ def take_down(run: Run, status: Status) -> None:
     tell_everyone([lambda step=step: step() for step in steps], after=after)
 
 
-def leave_position(run: Run) -> None:
+def leave_position(run: Run, status: Status) -> None:
     """Leave in memory what the next fit of the same Module goes on from."""
     if run.optimizers:
+        if run.window.used and status != "failed":
+            run.strategy.share_gradients()
         run.trainer.position = resume.position(run)
 
 

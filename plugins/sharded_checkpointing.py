@@ -46,7 +46,9 @@ MANIFEST, REST = "manifest.json", "rest.pt"
 _TENSOR = "__tensor__"
 _CHUNK = 1 << 24
 _LARGE = ("/state_dict/", "/optimizer_states/", "/window/")
-"""Where tensors lie that may stay in the files; those elsewhere are read by code of all kinds."""
+"""Where tensors of a Trainer's checkpoint lie that may stay in the files.
+
+Those elsewhere are read by code of all kinds. In a file of weights alone all may."""
 _SMALL = 4096
 """Bytes up to which a tensor is read at once: to ask for each would take longer."""
 
@@ -159,11 +161,11 @@ class ShardedCheckpointer(FileCheckpointer):
         """
         entries = self._all_of(path)
         data = locations.join(path, entries["data"]) if is_verified else self._verified(path)
-        index = self._index(data)
+        index, large = self._index(data), _LARGE if "format" in entries else ("",)
         tensors: dict[str, Any] = {}
         for key, entry in index.state_dict_metadata.items():
             size, dtype = entry.size, entry.properties.dtype
-            if key.startswith(_LARGE) and size.numel() * dtype.itemsize > _SMALL:
+            if key.startswith(large) and size.numel() * dtype.itemsize > _SMALL:
                 tensors[key] = StoredTensor(size, dtype, partial(self._read_one, key, data, index))
             else:
                 tensors[key] = torch.empty(size, dtype=dtype)

@@ -31,6 +31,7 @@ from leyden.rank_zero import rank_zero_info
 from .clipping import clip_grad_norm
 from .materializing import materialize
 from .processes import Processes, _leave
+from .sharded_gradients import drop_unfinished, share_unfinished
 from .sharding import Chosen, batch_norms, named_parameters, parts, units
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class FSDP(Processes):
         self._syncs = True
         if isinstance(module, FSDPModule):
             self._check_same(module)
+            drop_unfinished(module)
         else:
             self._shard(module, precision)
             materialize(module, self._home, self.broadcast)
@@ -246,6 +248,16 @@ class FSDP(Processes):
         if self._root is not None:
             self._root.set_requires_gradient_sync(enabled)
             self._root.set_is_last_backward(enabled)
+
+    def share_gradients(self) -> None:
+        """Reduce what the batches of an open step came to, which later ones are added to."""
+        syncs = self._syncs
+        self.sync_gradients(True)
+        share_unfinished(self._root)
+        for parameter in self._root.parameters():
+            if parameter.requires_grad and not self._is_reduced(parameter):
+                self._average(parameter)
+        self.sync_gradients(syncs)
 
     def clip_grad_norm(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0

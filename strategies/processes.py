@@ -159,6 +159,9 @@ class Processes:
     def sync_batchnorm(self, module: nn.Module) -> None:
         synchronize(module, self.group, self.device)
 
+    def share_gradients(self) -> None:
+        """They are in ``grad``."""
+
     def prepare_backward(self, loss: Tensor) -> None:
         """Every backward is alike."""
 

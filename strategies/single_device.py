@@ -54,6 +54,9 @@ class SingleDevice:
     def sync_gradients(self, enabled: bool) -> None:
         """There is nobody to be in step with."""
 
+    def share_gradients(self) -> None:
+        """There is nobody to be in step with."""
+
     def prepare_backward(self, loss: Tensor) -> None:
         """There is nobody to be in step with."""
 

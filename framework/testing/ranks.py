@@ -23,7 +23,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from leyden import failure
 
-_PRELOADED = ["torch.distributed.tensor", "leyden.testing", "pytest"]
+_PRELOADED = [
+    "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict_loader", "torchmetrics", "leyden.testing", "pytest",
+]  # fmt: skip
+"""What takes a rank seconds to import; those that are not installed are left out."""
 _PR_SET_PDEATHSIG = 1
 
 
