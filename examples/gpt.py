@@ -2,23 +2,36 @@
 
     python examples/gpt.py
     python examples/gpt.py --width 256 --layers 8 --max-epochs 20 --precision bf16-mixed
+    python examples/gpt.py --strategy fsdp --devices 4 --batch-size 4
+    python examples/gpt.py --dp-shard 2 --tp 2 --batch-size 8
 
-The first takes a minute or two on two cores; the second is for a GPU. Everything a project needs is
-on this page: data loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what
-`fit` leaves behind.
+The first takes a minute or two on two cores; the second is for a GPU. The others train the same
+model in four processes: sharded, and sharded with split layers. Everything a project needs is on
+this page: data loaders, a Module (model, losses, optimizer, schedule), a Trainer, and what `fit`
+leaves behind.
 """
 
 import argparse
 import math
+from contextlib import nullcontext
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Module, Trainer, seed_everything
 from leyden.plugins import ModelCheckpoint
+from leyden.strategies import Mesh
 
 
 class Block(nn.Module):
@@ -26,7 +39,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.size = width // heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -35,15 +48,29 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, H, C / H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, self.size))  # (B, T, H, 3, C / H)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, H, T, C / H)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
+# How a block is split over several devices: each has some of the heads and of the hidden features,
+# and, between the two, some of the positions. So (B, T, C) above is (B, T / devices, C) on each.
+BLOCK_PLAN = {
+    "norm": SequenceParallel(),
+    "qkv": ColwiseParallel(input_layouts=Shard(1)),
+    "out": RowwiseParallel(output_layouts=Shard(1)),
+    "mlp.0": SequenceParallel(),
+    "mlp.1": ColwiseParallel(input_layouts=Shard(1)),
+    "mlp.3": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
 class GPT(Module):
     """Predicts the next character of a text."""
+
+    split_loss: Any = nullcontext
 
     def __init__(
         self,
@@ -53,18 +80,50 @@ class GPT(Module):
         heads: int = 4,
         context: int = 64,
         lr: float = 4e-3,
+        seed: int = 1,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.example_input_array = torch.zeros(1, context, dtype=torch.long)
-        self.token = nn.Embedding(len(vocabulary), width)
-        self.position = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(vocabulary), bias=False)
+
+    def configure_model(self) -> None:  # without memory where parameters are sharded
+        size = self.hparams
+        self.token = nn.Embedding(len(size.vocabulary), size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, len(size.vocabulary), bias=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:  # is called again where they have been sharded
+        generator = torch.Generator(self.device).manual_seed(self.hparams.seed)
+        for layer in self.modules():
+            if isinstance(layer, nn.LayerNorm):
+                layer.reset_parameters()
+            elif isinstance(layer, nn.Embedding):
+                nn.init.normal_(layer.weight, std=0.02, generator=generator)
+            elif isinstance(layer, nn.Linear):
+                std = 0.02
+                nn.init.normal_(layer.weight, std=std, generator=generator)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+
+    def parallelize(self, mesh: Any) -> dict[str, Any]:
+        self.split_loss = loss_parallel
+        split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        return {
+            "token": split,
+            "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            **{f"blocks.*.{name}": how for name, how in BLOCK_PLAN.items()},
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
         return self.head(self.norm(self.blocks(x)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -77,7 +136,12 @@ class GPT(Module):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         tokens, following = batch  # both (B, T)
-        return F.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+        with self.split_loss():  # each device has the logits of some characters
+            return F.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+
+    def backward(self, loss: Tensor) -> None:
+        with self.split_loss():
+            loss.backward()
 
     def configure_optimizers(self) -> dict:
         matrices = [p for p in self.parameters() if p.ndim > 1]
@@ -139,13 +203,20 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--precision", default="32-true", help="bf16-mixed, 16-mixed, ...")
     parser.add_argument("--strategy", default="auto", help="how the model is placed and shared out")
     parser.add_argument("--devices", default="auto", help="how many")
+    parser.add_argument("--dp-shard", type=int, default=1, help="devices to shard over")
+    parser.add_argument("--tp", type=int, default=1, help="devices to split each layer over")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
 
     seed_everything(args.seed)
     text = manual()
-    model = GPT("".join(sorted(set(text))), args.width, args.layers)
+    model = GPT("".join(sorted(set(text))), args.width, args.layers, seed=args.seed)
     train, val = windows(model.encode(text), model.hparams.context)
+    if args.dp_shard * args.tp > 1:
+        args.strategy, args.devices = (
+            Mesh(dp_shard=args.dp_shard, tp=args.tp),
+            args.dp_shard * args.tp,
+        )
     checkpoints = ModelCheckpoint(monitor="val/loss")  # keeps the best
     trainer = Trainer(
         max_epochs=args.max_epochs,
@@ -164,7 +235,8 @@ def main(argv: list[str] | None = None) -> dict:
     )
 
     best = GPT.load_from_checkpoint(checkpoints.best_model_path).eval()
-    written, loss = best.write("The ", length=500), float(checkpoints.best_model_score)
+    loss = float(checkpoints.best_model_score)
+    written = best.write("The ", length=500) if trainer.is_global_zero else ""
     model.print(f"\nWith a loss of {loss:.2f} nats a character, the model writes:\n\n{written}\n")
     model.print(f"The best checkpoint:  {checkpoints.best_model_path}")
     model.print(f"Its curves:           tensorboard --logdir {trainer.log_dir}")

@@ -47,8 +47,24 @@ def test_gpt_reports_the_loss_of_the_checkpoint_it_writes_from(gpt):
     assert result["text"].startswith("The ")
 
 
+SHARED_OUT = {
+    "ddp": ["--strategy", "ddp", "--devices", "2", "--batch-size", "8"],
+    "fsdp": ["--strategy", "fsdp", "--devices", "4", "--batch-size", "4"],
+    "mesh": ["--dp-shard", "2", "--tp", "2", "--batch-size", "8"],
+}
+
+
+def test_gpt_reaches_the_same_loss_however_it_is_shared_out(gpt):
+    """Steps see batches of 16 in all, so that only the order of sums in float32 differs."""
+    small = ["--width", "16", "--layers", "2", "--max-steps", "5"]
+    alone = gpt.main([*small, "--batch-size", "16"])["loss"]
+    for how, choices in SHARED_OUT.items():
+        assert gpt.main([*small, *choices])["loss"] == pytest.approx(alone, rel=1e-6), how
+
+
 def test_gpt_sees_no_character_that_comes_later(gpt):
     model = gpt.GPT("ab", width=16, layers=2)
+    model.configure_model()
     tokens = model.encode("ab" * 32).unsqueeze(0)
     changed = tokens.clone()
     changed[0, 40:] = 1 - changed[0, 40:]
