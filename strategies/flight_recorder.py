@@ -12,8 +12,8 @@ from leyden.errors import ConfigError
 
 ENTRIES = 2000
 """Collectives that are remembered where no number is given."""
-SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-PATH = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+SIZE = "TORCH_FR_BUFFER_SIZE"
+PATH = "TORCH_FR_DUMP_TEMP_FILE"
 FOLDER = "flight_recorder"
 """In the run's folder; its files are ``rank_0``, ``rank_1`` …"""
 
@@ -22,7 +22,7 @@ class FlightRecorder:
     """Remembers the last ``entries`` collectives of this rank.
 
     NCCL's watchdog writes them when one of them takes too long, and `dump` whenever it is called.
-    ``torchfrtrace`` reads the files of all ranks together.
+    They are pickled; ``torchfrtrace`` compares those that NCCL writes.
 
     Args:
         entries: How many; True for 2000.
@@ -46,12 +46,12 @@ class FlightRecorder:
         Raises:
             ConfigError: They are made already.
         """
-        if dist.is_initialized() and os.environ.get(SIZE[0]) != str(self.entries):
+        if dist.is_initialized() and os.environ.get(SIZE) != str(self.entries):
             raise ConfigError(
                 "flight_recorder= comes too late: torch.distributed is initialised here already. "
-                f"Set {SIZE[0]}={self.entries} in the environment that it is started with."
+                f"Set {SIZE}={self.entries} in the environment that it is started with."
             )
-        os.environ.update(dict.fromkeys(SIZE, str(self.entries)))
+        os.environ[SIZE] = str(self.entries)
         os.environ.update(TORCH_NCCL_DUMP_ON_TIMEOUT="1", TORCH_NCCL_ENABLE_MONITORING="1")
 
     def write_to(self, folder: str) -> str:
@@ -59,7 +59,7 @@ class FlightRecorder:
         path = Path(folder, FOLDER)
         path.mkdir(parents=True, exist_ok=True)
         self.path = str(path / "rank_")
-        os.environ.update(dict.fromkeys(PATH, self.path))
+        os.environ[PATH] = self.path
         return self.path
 
     def dump(self, rank: int, backend: str) -> None:
