@@ -66,5 +66,5 @@ class FlightRecorder:
         """Write what is remembered now."""
         if self.path is not None:
             # NCCL keeps its own.
-            name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
+            name = "_dump_nccl_trace" if "nccl" in backend else "_dump_fr_trace"
             Path(f"{self.path}{rank}").write_bytes(getattr(_distributed_c10d, name)())

@@ -30,7 +30,7 @@ from leyden.rank_zero import rank_zero_info
 
 from .clipping import clip_grad_norm
 from .materializing import materialize
-from .processes import Processes, _leave
+from .processes import Processes, leave
 from .sharded_gradients import drop_unfinished, share_unfinished
 from .sharding import Chosen, batch_norms, named_parameters, parts, units
 
@@ -89,6 +89,8 @@ class FSDP(Processes):
         self._hooks: list[Any] = []
 
     def connect(self, accelerator: str, devices: int | list[int], num_nodes: int) -> None:
+        if self.cpu_offload and accelerator == "cuda" and self.backend is None:
+            self.backend = "cpu:gloo,cuda:nccl"  # parts on the CPU are brought together as well
         super().connect(accelerator, devices, num_nodes)
         sizes = self._axes(num_nodes)
         self.mesh = mesh = init_device_mesh(
@@ -273,7 +275,7 @@ class FSDP(Processes):
         if self._is_by_itself:
             # The Module's parameters go on being parts of a whole.
             self._is_by_itself = False
-            atexit.register(_leave)
+            atexit.register(leave)
         super().close()
 
 

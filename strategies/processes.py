@@ -135,7 +135,7 @@ class Processes:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout, device_id=device_id)
             # It lasts as long as the process: a launcher's store knows a first group's keys only.
-            atexit.register(_leave)
+            atexit.register(leave)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -210,7 +210,7 @@ class Processes:
         """Wait for others no longer than a step may take."""
         if self.timeout < self.first_timeout:
             self._is_short = True
-            is_nccl = dist.get_backend(self.group) == "nccl"
+            is_nccl = "nccl" in dist.get_backend(self.group)
             self._set_timeout(self.timeout + HEAD_START * is_nccl)
 
     def _set_timeout(self, seconds: float) -> None:
@@ -227,10 +227,10 @@ class Processes:
             self._roll_call = None
         if self._is_by_itself:
             self._is_by_itself = False
-            _leave()
+            leave()
         elif sys.exc_info()[0] is not None:
             # Others may be gone, and to take leave of them could wait for ever.
-            atexit.unregister(_leave)
+            atexit.unregister(leave)
         elif control is not None and dist.is_initialized():
             dist.destroy_process_group(control)
 
@@ -256,7 +256,7 @@ class _Gathered(torch.autograd.Function):
         return total[dist.get_rank(context.group)], None
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process group at the end of the process, which torch asks for."""
     if dist.is_initialized():
         dist.destroy_process_group()

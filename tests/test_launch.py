@@ -115,7 +115,6 @@ def test_torchruns_processes_are_taken_as_they_are(script):
     ("fault", "rank", "code"), [("raise", 1, 1), ("raise", 0, 1), ("exit", 1, 3), ("kill", 1, 137)]
 )
 def test_the_rank_that_failed_first_is_shown_first(script, fault, rank, code):
-    began = time.monotonic()
     process = script(FAULT=fault, AT_FAULT=str(rank))
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
@@ -123,7 +122,6 @@ def test_the_rank_that_failed_first_is_shown_first(script, fault, rank, code):
     assert re.search(rf"Rank {rank} on \S.* failed first, with exit code {code}", report)
     if fault == "raise":
         assert report.index("ValueError: words of the culprit") < report.find("After it") % 10**9
-    assert time.monotonic() - began < 30
     assert_none_left(script.folder)
 
 
