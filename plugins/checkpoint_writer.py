@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from leyden.rank_zero import told_of
+
 from .background import HostCopies, InBackground
 from .retention import Files, Save
 
@@ -114,7 +116,9 @@ class Writer:
     def finish(self, trainer: Trainer) -> tuple[Save, Outcome]:
         """Wait until the save that was begun is complete; the same on every rank."""
         save, own = self.finish_alone()
-        return save, trainer.broadcast(own)
+        error = None if own.error is None else told_of(own.error)
+        told: Outcome = trainer.broadcast(replace(own, error=error))
+        return save, own if trainer.is_global_zero else told
 
     def finish_alone(self) -> tuple[Save, Outcome]:
         """Do so for what this rank writes of it, without asking others, who may be gone."""

@@ -27,7 +27,7 @@ class EarlyStopping(Callback):
 
     A request before ``min_epochs`` or ``min_steps`` is dropped, and training goes on for good if
     the metric recovers meanwhile. A run that it has ended and that is resumed with unchanged
-    settings trains nothing.
+    settings trains nothing. With several ranks all go by rank 0's value, where a metric differs.
 
     Args:
         monitor: Logged metric to watch.

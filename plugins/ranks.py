@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from leyden.rank_zero import told_of
+
 T = TypeVar("T")
 
 
@@ -32,16 +34,16 @@ class Ranks:
 
     def do(self, action: Callable[[], T]) -> list[T]:
         """Return what ``action`` returned on each rank, in order; what one raises, all raise."""
-        value, error = None, None
+        value, error, told_error = None, None, None
         try:
             value = action()
         except Exception as raised:
-            error = raised
+            error, told_error = raised, told_of(raised)
         if self.group is None:
-            told: list[Any] = [(value, error)]
+            told: list[Any] = [(value, told_error)]
         else:
             told = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(told, (value, error), group=self.group)
+            dist.all_gather_object(told, (value, told_error), group=self.group)
         if error is not None:
             raise error
         for _, other in told:

@@ -1,6 +1,7 @@
 """Saving on several ranks: decided once, the same on all, and whole or absent."""
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -404,6 +405,46 @@ def test_training_may_go_on_after_it_on_every_rank(tmp_path, kind, asynchronous)
     for error, steps, best, step in found:
         assert (error, steps) == ("", 6)
         assert (Path(best).stem, step) == ("step=6", 6)
+
+
+class Locked(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self):
+        super().__init__("the folder is locked")
+        self.lock = threading.Lock()
+
+
+class FailsWithLock(FileCheckpointer):
+    def save(self, checkpoint, path):
+        raise Locked
+
+
+class FailsWithLockInParts(ShardedCheckpointer):
+    def _write_rest(self, rest, data):
+        if own_rank() == 0:
+            raise Locked
+
+
+UNTOLD = {"file": FailsWithLock, "sharded": FailsWithLockInParts}
+
+
+def untold(folder, kind, by_hand):
+    choices = {"checkpointer": UNTOLD[kind]()}
+    try:
+        if by_hand:
+            fitted(folder, SavesByHand(f"{folder}/a"), enable_checkpointing=False, **choices)
+        else:
+            fitted(folder, ModelCheckpoint(folder), **choices)
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("kind", ["file", "sharded"])
+def test_an_error_that_cannot_travel_is_told_in_words(tmp_path, kind, by_hand):
+    for said in on_ranks(2, untold, str(tmp_path), kind, by_hand, timeout=20):
+        assert "the folder is locked" in said
 
 
 class RaisesInSave(Callback):
