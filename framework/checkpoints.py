@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import content, locations, tensor_files
 from .content import Checkpoint as Checkpoint
@@ -146,17 +147,25 @@ def convert(
         checkpointer_for(place, storage_options).save(_spilled(found, folder), place)
 
 
-def _spilled(value: Any, folder: str) -> Any:
+def _spilled(value: Any, folder: str, done: dict[int, Any] | None = None) -> Any:
     """Return nested ``value`` with each tensor that stays in a checkpoint in a file in ``folder``.
 
-    torch saves tensors only together, so they must all be there, and need not be in memory.
+    torch saves tensors only together, so they must all be there, and need not be in memory. One
+    that is there twice, as tied weights are, is one.
     """
+    done = {} if done is None else done
     if isinstance(value, dict):
-        return {key: _spilled(part, folder) for key, part in value.items()}
+        return {key: _spilled(part, folder, done) for key, part in value.items()}
     if type(value) in (builtins.list, tuple):
-        return type(value)(_spilled(part, folder) for part in value)
+        return type(value)(_spilled(part, folder, done) for part in value)
     if not is_stored(value):
         return value
+    if id(value) not in done:
+        done[id(value)] = _spilled_tensor(value, folder)
+    return done[id(value)]
+
+
+def _spilled_tensor(value: Any, folder: str) -> Tensor:
     file, size = NamedTemporaryFile(dir=folder, delete=False), value.numel()  # noqa: SIM115
     file.close()
     mapped = torch.from_file(file.name, shared=True, size=size, dtype=value.dtype)

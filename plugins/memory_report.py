@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import resource
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,24 @@ def treatment(trainer: Trainer) -> list[str]:
     if any(steps.values()):
         lines.append(f"Steps       {', '.join(what for what, is_so in steps.items() if is_so)}")
     return lines
+
+
+def layout(trainer: Trainer, module: nn.Module) -> list[str]:
+    """Return lines on the mesh of ranks and what lies in parts on it, or none without one."""
+    mesh = getattr(trainer.strategy, "mesh", None)
+    if mesh is None:
+        return []
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    parts = [module.get_submodule(name) for name in getattr(trainer.strategy, "blocks", ())]
+    kinds = Counter(type(part).__name__ for part in parts)
+    units = [*(f"{count} of {kind}" for kind, count in kinds.items()), "the rest"]
+    parameters = [p for p in module.parameters() if not is_lazy(p)]
+    held, size = sum(local(p).numel() for p in parameters), sum(p.numel() for p in parameters)
+    return [
+        f"Mesh        {' x '.join(axes) or 'one rank'}",
+        f"Shards      {' and '.join(units)}: {held:,} of {size:,} parameters are on this rank",
+    ]
 
 
 def expected_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> str:

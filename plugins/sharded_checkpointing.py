@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from leyden import locations
 from leyden.errors import CheckpointError
@@ -41,9 +40,9 @@ from .checkpointing import FileCheckpointer, advice, preference
 from .ranks import Ranks
 from .sharded_metadata import read_index
 from .stored_tensors import StoredTensor
+from .tensor_marks import tied_in, with_tensors, without_tensors
 
 MANIFEST, REST = "manifest.json", "rest.pt"
-_TENSOR = "__tensor__"
 _CHUNK = 1 << 24
 _LARGE = ("/state_dict/", "/optimizer_states/", "/window/")
 """Where tensors of a Trainer's checkpoint lie that may stay in the files.
@@ -93,10 +92,10 @@ class ShardedCheckpointer(FileCheckpointer):
         ranks, name = self._ranks, ""
         ranks.join()
         try:
-            name = ranks.do(lambda: secrets.token_hex(4))[0]
+            name, tied = ranks.do(lambda: (secrets.token_hex(4), tied_in(checkpoint)))[0]
             data = locations.join(path, name)
             tensors: dict[str, Tensor] = {}
-            rest = _without_tensors(checkpoint, "", tensors, keeps_all=ranks.rank == 0)
+            rest = without_tensors(checkpoint, tied, tensors, keeps_all=ranks.rank == 0)
             ranks.do(lambda: self._write_rest(rest, data) if ranks.rank == 0 else None)
             with _quiet():
                 save(
@@ -147,7 +146,7 @@ class ShardedCheckpointer(FileCheckpointer):
         }
         self._read_tensors(tensors, data, index)
         rest = super().load(locations.join(data, REST), map_location)
-        return _with_tensors(rest, tensors, map_location)  # type: ignore[no-any-return]
+        return with_tensors(rest, tensors, map_location)  # type: ignore[no-any-return]
 
     def view(self, path: str, is_verified: bool = False) -> dict[str, Any]:
         """Return the checkpoint at ``path``; large tensors of it stay in its files until used.
@@ -173,7 +172,7 @@ class ShardedCheckpointer(FileCheckpointer):
             {k: t for k, t in tensors.items() if not isinstance(t, StoredTensor)}, data, index
         )
         rest = super().load(locations.join(data, REST))
-        return _with_tensors(rest, tensors, "cpu")  # type: ignore[no-any-return]
+        return with_tensors(rest, tensors, "cpu")  # type: ignore[no-any-return]
 
     def _index(self, data: str) -> Any:
         with self._files(data).reading(locations.join(data, ".metadata")) as file:
@@ -350,36 +349,6 @@ def _cause(error: BaseException) -> Exception:
     if isinstance(error, CheckpointException):
         return next(failure for failure, _ in error.failures.values())  # type: ignore[return-value]
     return error  # type: ignore[return-value]
-
-
-def _without_tensors(
-    value: Any, path: str, tensors: dict[str, Tensor], keeps_all: bool = True
-) -> Any:
-    """Return ``value`` with a mark in place of each tensor, which goes into ``tensors``.
-
-    Only those in parts on several ranks go there unless it ``keeps_all``.
-    """
-    if isinstance(value, Tensor):
-        if keeps_all or isinstance(value, DTensor):
-            tensors[path] = value.detach()
-        return {_TENSOR: path}
-    go = partial(_without_tensors, tensors=tensors, keeps_all=keeps_all)
-    if type(value) is dict:
-        return {k: go(v, f"{path}/{k}") for k, v in value.items()}
-    if type(value) in (list, tuple):
-        parts = [go(v, f"{path}/{i}") for i, v in enumerate(value)]
-        return parts if type(value) is list else tuple(parts)
-    return value
-
-
-def _with_tensors(value: Any, tensors: dict[str, Tensor], device: Any) -> Any:
-    if type(value) is dict:
-        if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]].to(device)
-        return {k: _with_tensors(v, tensors, device) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(v, tensors, device) for v in value)
-    return value
 
 
 @contextmanager

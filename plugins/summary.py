@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from leyden.callback import Callback
 
-from .memory_report import begin_peak, expected_memory, peak_memory, treatment
+from .memory_report import begin_peak, expected_memory, layout, peak_memory, treatment
 
 if TYPE_CHECKING:
     from leyden.module import Module
@@ -87,7 +87,8 @@ class ModelSummary(Callback):
         # On every rank, for the forward of a sharded module needs them all.
         summary = summarize(module, self.max_depth)
         if trainer.is_global_zero:
-            lines = [str(summary), *treatment(trainer), expected_memory(module, trainer.optimizers)]
+            lines = [str(summary), *treatment(trainer), *layout(trainer, module)]
+            lines.append(expected_memory(module, trainer.optimizers))
             print("\n".join(lines), flush=True)
         begin_peak(trainer.strategy.device)
 

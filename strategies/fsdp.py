@@ -173,7 +173,7 @@ class FSDP(Processes):
         dtype = MIXED.get(precision.name)
         is_offloaded = self.cpu_offload and self.device.type != "cpu"
         shard = partial(
-            fully_shard,
+            _fully_shard,
             mesh=self._data_mesh(),
             offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
             ignored_params=whole,
@@ -190,13 +190,11 @@ class FSDP(Processes):
         for block in reversed(chosen.values()):
             if not isinstance(block, FSDPModule):
                 shard(block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward)
-        kind = type(module)
         # The Module's own forward may run within a step, which goes on using what it gathered.
         shard(module, mp_policy=mixed, reshard_after_forward=False)
-        type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
         rank_zero_info(
             "%s is sharded in %d blocks and the rest, over %s",
-            kind.__name__, len(self.blocks), self.mesh,
+            type(module).__name__, len(self.blocks), self.mesh,
         )  # fmt: skip
 
     def _check_same(self, module: nn.Module) -> None:
@@ -277,6 +275,13 @@ class FSDP(Processes):
             self._is_by_itself = False
             atexit.register(leave)
         super().close()
+
+
+def _fully_shard(layer: nn.Module, **options: Any) -> None:
+    """Shard ``layer``, which torch gives another class for, under the name of its own."""
+    kind = type(layer)
+    fully_shard(layer, **options)
+    type(layer).__name__, type(layer).__qualname__ = kind.__name__, kind.__qualname__
 
 
 hybrid = partial(FSDP, replicate=None)
