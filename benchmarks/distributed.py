@@ -1,12 +1,13 @@
 """What leyden costs over two ranks, against loops written by hand with the same parts of torch.
 
-    python benchmarks/distributed.py                  everything; about ten minutes
+    python benchmarks/distributed.py                  everything; about five minutes
     python benchmarks/distributed.py --only ddp start
 
-Both ways run in turn in the same two processes, on CPU over gloo, one thread each, round after
-round and each in a fresh order; a ratio is the median over rounds of leyden's number by the other's
-of the same round. Collectives are counted by the process groups themselves. Memory is by how much
-resident memory grew, each time in new processes. Results are written to ``results/``.
+Both ways train in the same two processes, on CPU over gloo, one thread each: after each step of
+leyden's the loop by hand does one. Steps are compared in parts of 25, a part's time being that of
+its median step and its CPU time that of all; a ratio is the median over the parts. Collectives are
+counted by the process groups themselves, memory by torch's profiler. Results are written to
+``results/``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "distributed.md"
+PART = 25
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LEYDEN_SCRIPT = """
 import sys, time, torch
@@ -93,45 +95,47 @@ def row(name: str, unit: str, pairs: Sequence[tuple[float, float]], most: str = 
 
 def steps_of(kind: str, options: argparse.Namespace, steps: int) -> list[str]:
     """Return the lines about steps and collectives of ``kind``."""
-    found = on_two_ranks(kind, options.rounds, options.width, steps)
-    both = list(zip(*found["rounds"].values(), strict=True))
-
-    def pairs(key: str) -> list[tuple[float, float]]:
-        return [(ours[key], other[key]) for ours, other in both]
-
+    found = on_two_ranks(kind, options.width, steps)
+    ours, other = (list(zip(*found[name], strict=True)) for name in ("leyden", "by hand"))
     name = kind.upper()
-    ours, other = found["longer"]["leyden"], found["longer"]["by hand"]
-    counts = {one["collectives"] for pair in both for one in pair}
-    counts |= {ours["collectives"], other["collectives"]}
-    if len(counts) != 1:
-        raise SystemExit(f"{name}: collectives a step differ: {sorted(counts)}")
+    (collectives,), (expected,) = set(ours[2]), set(other[2])
+    if collectives != expected:
+        raise SystemExit(f"{name}: {collectives} collectives a step, and {expected} by hand")
+    wall = [
+        (sorted(a)[PART // 2] * 1e6, sorted(b)[PART // 2] * 1e6)
+        for a, b in parts(ours[0], other[0])
+    ]
+    cpu = [(sum(a) / PART * 1e6, sum(b) / PART * 1e6) for a, b in parts(ours[1], other[1])]
+    a_second = sum(ours[3]) / (sum(ours[0]) + sum(other[0]))
     return [
-        row(f"{name} step", "µs", pairs("step_us"), "1.03"),
-        row(f"{name} step, CPU time of a rank", "µs", pairs("cpu_us")),
-        f"| {name} collectives a step on training groups | {ours['collectives']:g} | "
-        f"{other['collectives']:g} | **1** | | | {len(both) + 1} | 1 |",
-        f"| {name} exchanges a second on the control group | {ours['exchanges_per_s']:.2f} | "
-        f"{other['exchanges_per_s']:.2f} | | | | 1 | 1 a second |",
+        row(f"{name} step", "µs", wall, "1.03"),
+        row(f"{name} step, CPU time of a rank", "µs", cpu),
+        f"| {name} collectives a step on training groups, each step alike | {collectives:g} | "
+        f"{expected:g} | **1** | | | {len(ours[2])} | 1 |",
+        f"| {name} exchanges a second on the control group | {a_second:.2f} | {sum(other[3]):g} | "
+        "| | | | 1 a second |",
     ]
 
 
+def parts(ours: Sequence[float], other: Sequence[float]) -> list[tuple[Any, Any]]:
+    """Return both lists' parts of `PART` steps, side by side."""
+    starts = range(0, len(ours) - PART + 1, PART)
+    return [(ours[at : at + PART], other[at : at + PART]) for at in starts]
+
+
 def ddp(options: argparse.Namespace) -> list[str]:
-    return steps_of("ddp", options, 60)
+    return steps_of("ddp", options, options.steps)
 
 
 def fsdp(options: argparse.Namespace) -> list[str]:
-    return steps_of("fsdp", options, 30)
+    return steps_of("fsdp", options, options.steps // 2)
 
 
 def memory(options: argparse.Namespace) -> list[str]:
-    """Return the line about the growth of memory under FSDP."""
-    pairs = []
-    for _ in range(options.repeats):
-        grown = {}
-        for name in random.sample(["leyden", "by hand"], 2):
-            grown[name] = on_two_ranks("memory", "fsdp", name, options.large, 12)["growth_mb"]
-        pairs.append((grown["leyden"], grown["by hand"]))
-    return [row("FSDP growth of resident memory", "MB", pairs, "1.02")]
+    """Return the line about memory under FSDP."""
+    found = [on_two_ranks("memory", options.large, 16) for _ in range(3)]
+    pairs = [(one["leyden"], one["by hand"]) for one in found]
+    return [row("FSDP, most memory of tensors at once", "MB", pairs, "1.02")]
 
 
 def start(options: argparse.Namespace) -> list[str]:
@@ -153,7 +157,7 @@ def start(options: argparse.Namespace) -> list[str]:
 
 def shards(options: argparse.Namespace) -> list[str]:
     """Return the lines about saving and loading a sharded state."""
-    found = on_two_ranks("shards", options.repeats, options.large, 0)
+    found = on_two_ranks("shards", options.repeats, options.large)
     gigabytes, took = found["gb"], found["seconds"]
     lines = []
     for name in ("save", "load"):
@@ -175,8 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=40, help="of steps")
-    parser.add_argument("--repeats", type=int, default=5, help="of memory, start and shards")
+    parser.add_argument("--steps", type=int, default=2000, help="of DDP; half as many of FSDP")
+    parser.add_argument("--repeats", type=int, default=5, help="of start and shards")
     parser.add_argument("--width", type=int, default=128, help="of the network that is timed")
     parser.add_argument("--large", type=int, default=1024, help="of the one saved and weighed")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))

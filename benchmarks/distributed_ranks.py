@@ -5,17 +5,14 @@ torchrun --nproc-per-node 2 benchmarks/distributed_ranks.py {ddp,fsdp,memory,sha
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
-import random
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from leyden import Callback, Module, Trainer
 from leyden.strategies import DDP, FSDP
 
-BATCH, WARM_UP = 16, 10
+BATCH, WARM_UP = 16, 100
 
 
 class Block(nn.Module):
@@ -57,31 +54,6 @@ def data(width: int, steps: int) -> TensorDataset:
     return TensorDataset(torch.ones(1, width).expand(steps * BATCH * dist.get_world_size(), width))
 
 
-class Clock:
-    """Notes time, CPU time and collectives when a step is entered, from the warm-up's end on."""
-
-    def __init__(self, steps: int, warm_up: int = WARM_UP) -> None:
-        self.count, self.steps, self.warm_up = 0, steps, warm_up
-        self.marks: list[tuple[float, float, int, int]] = []
-
-    def tick(self) -> None:
-        self.count += 1
-        if self.count in (self.warm_up, self.steps):
-            training, control = collectives()
-            self.marks.append((time.perf_counter(), time.process_time(), training, control))
-
-    def measured(self) -> dict[str, float]:
-        first, last = self.marks
-        wall, cpu, training, control = (b - a for a, b in zip(first, last, strict=True))
-        steps = self.steps - self.warm_up
-        return {
-            "step_us": wall / steps * 1e6,
-            "cpu_us": cpu / steps * 1e6,
-            "collectives": training / steps,
-            "exchanges_per_s": control / wall,
-        }
-
-
 def collectives() -> tuple[int, int]:
     """Return how many collectives this process has begun for training, and on control groups.
 
@@ -101,14 +73,13 @@ controls: set[Any] = set()
 
 
 class Net(Module):
-    """What leyden's rows train."""
+    """What leyden trains."""
 
-    def __init__(self, width: int, steps: int, warm_up: int = WARM_UP) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.net, self.clock = network(width), Clock(steps, warm_up)
+        self.net = network(width)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.clock.tick()
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -118,33 +89,27 @@ class Net(Module):
         controls.add(self.trainer.strategy.control)
 
 
-def leyden_trainer(strategy: Any, **choices: Any) -> Trainer:
+def leyden(strategy: Any, width: int, steps: int, **choices: Any) -> None:
+    """Train by leyden."""
     quiet = {
         "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1,
     }  # fmt: skip
-    return Trainer(strategy=strategy, devices=dist.get_world_size(), **{**quiet, **choices})
+    resumed = choices.pop("ckpt_path", None)
+    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), **{**quiet, **choices})
+    trainer.fit(Net(width), DataLoader(data(width, steps), BATCH), ckpt_path=resumed)
 
 
-def leyden(strategy: Callable[[], Any], width: int, steps: int, warm_up: int = WARM_UP) -> Clock:
-    module = Net(width, steps, warm_up)
-    leyden_trainer(strategy()).fit(module, DataLoader(data(width, steps), BATCH))
-    return module.clock
-
-
-def by_hand(
-    wrap: Callable[[nn.Module], nn.Module], width: int, steps: int, warm_up: int = WARM_UP
-) -> Clock:
-    """The loop that one would write: a sampler for ranks, a wrapped network, three lines a step."""
-    net, clock = wrap(network(width)), Clock(steps, warm_up)
+def by_hand(wrap: Callable[[nn.Module], nn.Module], width: int, steps: int) -> Iterator[None]:
+    """Train by the loop that one would write, a step each time that the next is asked for."""
+    net = wrap(network(width))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     dataset = data(width, steps)
     for (x,) in DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, shuffle=False)):
-        clock.tick()
         optimizer.zero_grad()
         net(x).square().mean().backward()
         optimizer.step()
-    return clock
+        yield
 
 
 def sharded(net: nn.Module) -> nn.Module:
@@ -154,47 +119,61 @@ def sharded(net: nn.Module) -> nn.Module:
     return fully_shard(net, mesh=mesh, reshard_after_forward=False)
 
 
-ROWS: dict[str, dict[str, Callable[..., Clock]]] = {
-    "ddp": {"leyden": partial(leyden, DDP), "by hand": partial(by_hand, DistributedDataParallel)},
-    "fsdp": {"leyden": partial(leyden, FSDP), "by hand": partial(by_hand, sharded)},
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module], nn.Module]]] = {
+    "ddp": (DDP, DistributedDataParallel),
+    "fsdp": (FSDP, sharded),
 }
 
 
-def time_steps(kind: str, rounds: int, width: int, steps: int) -> dict[str, Any]:
-    """Return each round's numbers, both ways in turn, and those of one longer run each."""
-    order = random.Random(0)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ROWS[kind]}
-    for round_ in range(rounds + 1):
-        for name in order.sample(list(ROWS[kind]), 2):
-            gc.collect()
-            dist.barrier()
-            clock = ROWS[kind][name](width, steps)
-            if round_:  # the first round warms up
-                found[name].append(clock.measured())
-    longer = {}
-    for name, run in ROWS[kind].items():
-        # Exchanges begin a batch apart and are a second apart when the warm-up ends.
-        longer[name] = run(width, 8 * steps, 4 * steps).measured()
-    return {"rounds": found, "longer": longer}
+class Alternating(Callback):
+    """Lets the loop by hand do a step after each of leyden's, and notes what each took.
+
+    What lies between two steps by hand is leyden's: data, hooks and exchanges are in it.
+    """
+
+    def __init__(self, by_hand: Iterator[None]) -> None:
+        self.by_hand = by_hand
+        self.marks: list[tuple[float, float, int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self._mark()
+        next(self.by_hand)
+        self._mark()
+
+    def _mark(self) -> None:
+        self.marks.append((time.perf_counter(), time.process_time(), *collectives()))
 
 
-def peak_memory(kind: str, name: str, width: int, steps: int) -> dict[str, float]:
-    """Return by how many MB resident memory grew at most while a model was made and trained."""
-    ROWS[kind][name](16, steps)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _resident("VmRSS")
-    ROWS[kind][name](width, steps)
-    return {"growth_mb": (_resident("VmHWM") - before) / 1000}
+def time_steps(kind: str, width: int, steps: int) -> dict[str, Any]:
+    """Return for each step of both ways: seconds, CPU seconds, collectives and exchanges."""
+    strategy, wrap = KINDS[kind]
+    alternating = Alternating(by_hand(wrap, width, steps))
+    leyden(strategy(), width, steps, callbacks=[alternating])
+    marks = torch.tensor(alternating.marks, dtype=torch.float64)
+    took = marks.diff(dim=0)[2 * WARM_UP - 1 :]  # a step of leyden's comes first
+    return {"leyden": took[0::2].tolist(), "by hand": took[1::2].tolist()}
 
 
-def _resident(field: str) -> int:
-    """Return a field of this process's status, in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return (
-        next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024 // 1000
-    )
+def peak_memory(kind: str, width: int, steps: int) -> dict[str, float]:
+    """Return how many MB of tensors there were at most while a model was made and trained."""
+    strategy, wrap = KINDS[kind]
+    ways: dict[str, Callable[[int], Any]] = {
+        "leyden": lambda size: leyden(strategy(), size, steps),
+        "by hand": lambda size: list(by_hand(wrap, size, steps)),
+    }
+    found = {}
+    for name, run in ways.items():
+        run(16)
+        gc.collect()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            run(width)
+        events = profile.profiler.kineto_results.events()
+        sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+        held = torch.tensor([size for _, size in sorted(sizes)]).cumsum(0)
+        found[name] = held.max().item() / 1e6
+    return found
 
 
 class Saving(Callback):
@@ -215,7 +194,7 @@ class Beginning(Callback):
         self.at = time.perf_counter()
 
 
-def shards(rounds: int, width: int, steps: int) -> dict[str, Any]:
+def shards(rounds: int, width: int) -> dict[str, Any]:
     """Return GB, and seconds of saves and loads of a sharded state, both ways in turn."""
     holder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(holder)
@@ -226,9 +205,7 @@ def shards(rounds: int, width: int, steps: int) -> dict[str, Any]:
     for round_ in range(rounds):
         ours, theirs = str(folder / f"{round_}.sharded"), str(folder / f"{round_}.dcp")
         saving = Saving(ours)
-        leyden_trainer(FSDP(), checkpointer="sharded", callbacks=[saving]).fit(
-            Net(width, 2), DataLoader(data(width, 2), BATCH)
-        )
+        leyden(FSDP(), width, 2, checkpointer="sharded", callbacks=[saving])
         found["save"].append(saving.took)
         state = plain_state()
         found["dcp save"].append(seconds(lambda s=state, p=theirs: dcp.save(s[0], checkpoint_id=p)))
@@ -240,11 +217,12 @@ def shards(rounds: int, width: int, steps: int) -> dict[str, Any]:
 def _until_training(width: int, path: str | None) -> float:
     """Return how long a fit takes until its training begins, from ``path`` or from the start."""
     beginning = Beginning()
-    trainer = leyden_trainer(FSDP(), checkpointer="sharded", callbacks=[beginning], max_epochs=2)
-    module = Net(width, 2)
     dist.barrier()
     began = time.perf_counter()
-    trainer.fit(module, DataLoader(data(width, 2), BATCH), ckpt_path=path)
+    leyden(
+        FSDP(), width, 2, max_epochs=2, ckpt_path=path, checkpointer="sharded",
+        callbacks=[beginning],
+    )  # fmt: skip
     return beginning.at - began
 
 
@@ -283,13 +261,13 @@ def main(what: str, file: str, *numbers: str) -> None:
     logging.getLogger("leyden").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
+    sizes = [int(number) for number in numbers]
     if what == "memory":
-        kind, name, width, steps = numbers
-        found = peak_memory(kind, name, int(width), int(steps))
+        found = peak_memory("fsdp", *sizes)
     elif what == "shards":
-        found = shards(*(int(number) for number in numbers))
+        found = shards(*sizes)
     else:
-        found = time_steps(what, *(int(number) for number in numbers))
+        found = time_steps(what, *sizes)
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.barrier()

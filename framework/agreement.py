@@ -7,6 +7,7 @@ gradients. Each exchange agrees on the batch of the next, about a second later.
 
 from __future__ import annotations
 
+from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 PERIOD = 1.0
-"""Seconds that exchanges aim at having between them."""
+"""Seconds that exchanges aim at having between them, at least."""
 
 
 class Agreement(Protocol):
@@ -134,7 +135,7 @@ class Together:
         now = perf_counter()
         per_batch = (now - self._asked_at) / self.gap
         # A first batch is slow, and others may follow a validation: it doubles at most.
-        return max(1, min(2 * self.gap, int(PERIOD / max(per_batch, 1e-9))))
+        return max(1, min(2 * self.gap, ceil(PERIOD / max(per_batch, 1e-9))))
 
     def _exchange(self, gap: int) -> None:
         run, state = self.run, self.run.state
