@@ -32,7 +32,7 @@ from .clipping import clip_grad_norm
 from .materializing import materialize
 from .processes import Processes, leave
 from .sharded_gradients import drop_unfinished, share_unfinished
-from .sharding import Chosen, batch_norms, named_parameters, parts, units
+from .sharding import Chosen, batch_norms, named_parameters, parts, units, unshardable
 
 if TYPE_CHECKING:
     from leyden.protocols import Precision
@@ -167,6 +167,7 @@ class FSDP(Processes):
             chosen = parts(module) | chosen
             whole |= set(module._parameters.values()) - {None}  # type: ignore[arg-type]
         self.blocks = list(chosen)
+        whole |= unshardable(module, chosen.values(), whole)
         for parameter in whole:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(self.device)

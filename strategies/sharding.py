@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -77,6 +78,29 @@ def parts(module: nn.Module) -> dict[str, nn.Module]:
     look("", module)
     shared = _shared_outside(module, found)
     return {name: part for name, part in found.items() if name not in shared}
+
+
+def unshardable(
+    module: nn.Module, chosen: Iterable[nn.Module], ignored: Collection[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Return the parameters that ``fully_shard`` cannot take, which stay whole on every rank.
+
+    They are single numbers without a dimension, those without an element, and in each unit those of
+    another dtype than most of its elements are of.
+    """
+    norms = batch_norms(module)
+    taken = set(ignored) | {p for p in module.parameters() if not (p.ndim and p.numel())}
+    found = taken - set(ignored)
+    for unit in (*norms, *reversed(list(chosen)), module):  # inner ones first
+        own = [p for p in unit.parameters() if p not in taken]
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in own:
+            sizes[parameter.dtype] += parameter.numel()
+        if len(sizes) > 1:
+            kept = sizes.most_common(1)[0][0]
+            found |= {p for p in own if p.dtype is not kept}
+        taken |= set(own)
+    return found
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
