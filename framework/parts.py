@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 COMING = ("deepspeed",)
 
+SAID_OTHERWISE = {
+    "ddp_spawn": "Pass 'ddp': how its processes are started is found out.",
+    "ddp_fork": "Pass 'ddp': how its processes are started is found out.",
+    "ddp_notebook": "Pass 'ddp': how its processes are started is found out.",
+    "dp": "Pass 'ddp': each device has a process of its own.",
+    "fsdp2": "Pass 'fsdp', which is FSDP2.",
+    "mesh": "Pass leyden.strategies.Mesh(dp_shard=…, tp=…), an object, for its axes have sizes.",
+    "model_parallel": "Pass leyden.strategies.Mesh(dp_shard=…, tp=…), an object.",
+    "tp": "Pass leyden.strategies.Mesh(tp=…), an object.",
+}
+"""Names of strategies elsewhere."""
+
 
 def accelerator(name: str) -> str:
     """Return the device type ``name`` stands for on this machine.
@@ -60,6 +72,8 @@ def named(registry: Registry, kind: str, choice: Any, protocol: type) -> Any:
             f"strategy={choice!r} comes with the strategies of a later release. For now use "
             f"{', '.join(map(repr, known))}, or install a plugin that provides it."
         )
+    if kind == "strategy" and choice in SAID_OTHERWISE and choice not in known:
+        raise ConfigError(f"strategy={choice!r} has another name here. {SAID_OTHERWISE[choice]}")
     if choice not in known:
         raise unknown(kind, choice, known)
     return choice

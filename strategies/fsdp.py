@@ -61,6 +61,9 @@ class FSDP(Processes):
         cpu_offload: Keep parameters, gradients and optimizer state on the CPU.
         ignored: Parameters that stay whole on every rank: names of theirs or of layers, or a
             function of a parameter's name and the parameter. Their gradients are averaged too.
+        find_unused_parameters: Let ranks use different parameters of a block in a step; without
+            it they would wait for one another in vain. What no rank has used then has a gradient
+            of zeros. The blocks themselves must be run by all ranks alike.
         **processes: Options of `Processes`, such as ``timeout``.
     """
 
@@ -74,9 +77,24 @@ class FSDP(Processes):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         ignored: str | Iterable[str] | Callable[[str, nn.Parameter], bool] = (),
+        find_unused_parameters: bool = False,
         **processes: Any,
     ) -> None:
         super().__init__(**processes)
+        if not (replicate is None or (type(replicate) is int and replicate > 0)):
+            raise ConfigError(
+                f"replicate={replicate!r} must be a number of copies, or None for one on each "
+                "machine."
+            )
+        switches = {
+            "reshard_after_forward": reshard_after_forward,
+            "cpu_offload": cpu_offload,
+            "find_unused_parameters": find_unused_parameters,
+        }
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be True or False.")
+        self.find_unused_parameters = find_unused_parameters
         self.shard, self.replicate = shard, replicate
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.ignored = ignored if callable(ignored) or isinstance(ignored, str) else [*ignored]
@@ -193,6 +211,8 @@ class FSDP(Processes):
                 shard(block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward)
         # The Module's own forward may run within a step, which goes on using what it gathered.
         shard(module, mp_policy=mixed, reshard_after_forward=False)
+        root: Any = module
+        root.set_reduce_scatter_unused_params(self.find_unused_parameters)
         rank_zero_info(
             "%s is sharded in %d blocks and the rest, over %s",
             type(module).__name__, len(self.blocks), self.mesh,

@@ -252,3 +252,13 @@ def test_a_process_of_its_own_finds_what_is_installed(install, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (done.stdout, done.returncode) == ("leyden-bell\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("ddp_spawn", "'ddp'"), ("fsdp2", "'fsdp'"), ("mesh", "Mesh"), ("model_parallel", "Mesh")],
+)
+def test_a_strategy_with_another_name_elsewhere_is_told_its_name_here(name, instead):
+    told = rf"strategy='{name}' has another name here\. .*{instead}"
+    with pytest.raises(ConfigError, match=told):
+        quiet_trainer(strategy=name, accelerator="cpu")

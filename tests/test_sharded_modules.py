@@ -3,11 +3,12 @@
 import functools
 import os
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from leyden import Module
+from leyden import ConfigError, Module
 from leyden.strategies import FSDP
 from leyden.testing import on_ranks, quiet_trainer
 
@@ -193,3 +194,52 @@ def test_modules_of_unusual_make_train_as_in_one_process():
                 for name, tensor in expected.items():
                     atol = 1e-6 if kind is Mixed else 1e-10  # norms are of float32 there
                     close(weights[name], tensor, atol=atol, msg=f"{what}: {name}")
+
+
+class Experts(nn.Module):
+    """Each half of a batch goes to the one that its first number chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([linear(), linear()])
+        self.halves = 1 if torch.distributed.is_initialized() else 2
+
+    def forward(self, x):
+        return torch.cat([self.experts[int(h[0, 0] > 0)](h) for h in x.chunk(self.halves)])
+
+
+class Routed(Net):
+    def make(self):
+        self.experts = Experts()
+
+    def forward(self, x):
+        return self.experts(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def routed():
+    strategy = FSDP(shard=(Experts,), find_unused_parameters=True)
+    strategy.connect("cpu", 2, 1)  # so that the Module sees the ranks
+    return trained(Routed, strategy)
+
+
+def test_ranks_may_use_different_parameters_of_a_block():
+    chosen = [[bool(half[0, 0] > 0) for half in batch.chunk(2)] for batch in data()]
+    assert any(one != other for one, other in chosen)
+    expected, losses = trained(Routed)
+    for weights, own in on_ranks(2, routed):
+        torch.testing.assert_close(own, losses, rtol=0, atol=1e-12)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"replicate": "2"}, {"replicate": 0}, {"cpu_offload": "yes"}, {"reshard_after_forward": 1}],
+)
+def test_an_option_of_another_kind_is_refused_when_it_is_given(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be "):
+        FSDP(**options)
