@@ -211,8 +211,9 @@ class FSDP(Processes):
                 shard(block, mp_policy=mixed, reshard_after_forward=self.reshard_after_forward)
         # The Module's own forward may run within a step, which goes on using what it gathered.
         shard(module, mp_policy=mixed, reshard_after_forward=False)
-        root: Any = module
-        root.set_reduce_scatter_unused_params(self.find_unused_parameters)
+        if self.find_unused_parameters:
+            root: Any = module
+            root.set_reduce_scatter_unused_params(True)
         rank_zero_info(
             "%s is sharded in %d blocks and the rest, over %s",
             type(module).__name__, len(self.blocks), self.mesh,

@@ -243,3 +243,43 @@ def test_an_option_of_another_kind_is_refused_when_it_is_given(options):
     ((name, value),) = options.items()
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be "):
         FSDP(**options)
+
+
+class Breaking(Net):
+    """Its third step raises, after its forward."""
+
+    def make(self):
+        self.blocks = nn.Sequential(linear(), linear())
+        self.is_whole = False
+
+    def forward(self, x):
+        return self.blocks(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and not self.is_whole:
+            raise ValueError("broken off")
+        return loss
+
+
+def fitted_after_an_error(strategy="single_device", ranks=1):
+    module, results = Breaking(), []
+    for _ in range(2):
+        trainer = quiet_trainer(
+            accelerator="cpu", devices=ranks, strategy=strategy, accumulate_grad_batches=4
+        )
+        own = data(int(os.environ.get("RANK", "0")) if ranks > 1 else 0, ranks)
+        try:
+            trainer.fit(module, own)
+        except ValueError as error:
+            results.append(str(error))
+        module.is_whole = True
+    assert results == ["broken off"]
+    return {name: whole(tensor) for name, tensor in module.state_dict().items()}
+
+
+def test_gradients_of_a_step_that_an_error_broke_off_are_not_in_the_next_fit():
+    expected = fitted_after_an_error()
+    for weights in on_ranks(2, fitted_after_an_error, "fsdp", 2):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-12)
