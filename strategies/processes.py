@@ -251,7 +251,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous()
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold it
         dist.all_reduce(total, group=context.group)
         return total[dist.get_rank(context.group)], None
 

@@ -1,6 +1,7 @@
 """What ranks decide together, and how seldom they talk about it."""
 
 import math
+import os
 import time
 
 import pytest
@@ -174,3 +175,37 @@ def drawn():
     torch.manual_seed(0)
     fitted(module=Weight(step), batches=3)
     return values
+
+
+class Contrastive(Module):
+    """Its loss is of all pairs of a batch, over ranks too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = torch.nn.Linear(3, 2).double()
+
+    def training_step(self, batch, batch_idx):
+        own = self.layer(batch)
+        every = self.all_gather(own, sync_grads=True).reshape(-1, 2)
+        return (every @ every.T).tanh().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def contrasted(strategy="single_device", ranks=1):
+    module = Contrastive()
+    x = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    part = int(os.environ.get("RANK", "0")) if ranks > 1 else 0
+    trainer = quiet_trainer(accelerator="cpu", devices=ranks, strategy=strategy)
+    trainer.fit(module, [batch.chunk(ranks)[part] for batch in x])
+    weight = module.layer.weight.detach()
+    return weight.full_tensor() if strategy == "fsdp" else weight
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_flow_through_what_is_gathered_from_all_ranks(strategy):
+    expected = contrasted()
+    for weight in on_ranks(2, contrasted, strategy, 2):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
