@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigError, Module, Trainer
 from leyden.plugins import ModelCheckpoint
-from leyden.testing import quiet_trainer
+from leyden.testing import on_ranks, quiet_trainer
 
 TEN = [torch.ones(1)] * 10
 
@@ -170,6 +170,29 @@ def test_a_validation_at_the_start_can_make_the_best_checkpoint(tmp_path):
     trainer.fit(Worsens(), TEN, TEN)
     assert trainer.module.validated == [0, 10, 20]
     assert saver.best_model_path == str(tmp_path / "step=0-val=0.ckpt")
+
+
+def begun_on_ranks(folder):
+    """Return what two ranks validate, log, train on and draw, without and with a baseline."""
+    logged = {"logger": "csv", "default_root_dir": folder, "num_sanity_val_steps": 0}
+    choices = {"strategy": "ddp", "devices": 2, "accelerator": "cpu"}
+    without = fitted(limit_val_batches=0, **choices)
+    baseline = fitted(validate_at="start", **choices, **logged)
+    rows = (baseline.run_dir / "metrics.csv").read_text().split()
+    return [
+        baseline.module.validated,
+        dict(zip(*(row.split(",") for row in rows), strict=True)),
+        [(run.module.trained, run.module.w.item()) for run in (without, baseline)],
+    ]
+
+
+def test_a_validation_at_the_start_is_one_for_all_ranks(tmp_path):
+    for validated, row, (without, baseline) in on_ranks(2, begun_on_ranks, tmp_path):
+        assert validated == [0]
+        # The mean of 0, 1, 2 and 3, of which each rank has two.
+        assert row == {"step": "0", "epoch": "0", "val": "1.5"}
+        assert len(without[0]) == 2
+        assert baseline == without
 
 
 def test_start_and_end_are_not_validated_without_validation_data():
