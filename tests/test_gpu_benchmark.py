@@ -1,12 +1,14 @@
 """The benchmark for a GPU runs, as far as a machine without one can tell."""
 
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+LOG = logging.getLogger("leyden")
 FILE = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 
@@ -17,13 +19,14 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gpu", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results" / "gpu.md")
-    return module
+    precision, level = torch.get_float32_matmul_precision(), LOG.level
+    yield module
+    torch.set_float32_matmul_precision(precision)
+    LOG.setLevel(level)
 
 
 def test_a_dry_run_trains_every_row_alike_and_writes_no_results(gpu, capsys):
-    precision = torch.get_float32_matmul_precision()
     found = gpu.main(["--dry-run"])
-    torch.set_float32_matmul_precision(precision)
     assert {"bare script", "leyden"} <= found.keys()
     for runs in found.values():
         assert len(runs) == 3

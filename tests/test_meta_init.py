@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from leyden import Module, ModuleError
 from leyden.plugins.precision.true import float32
@@ -197,7 +196,7 @@ def resident():
 def one_of_many(sizes):
     """Build the large Module as rank 3 of 1024, whose others are only counted on."""
     os.environ.update(RANK="3", WORLD_SIZE="1024")
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=3, world_size=1024)
     new_group = dist.new_group
     dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})
     strategy, module = Mesh(**sizes), Large()
