@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.utils import clip_grad_norm_
 
 from leyden.errors import ConfigError
@@ -133,7 +134,9 @@ class Processes:
         timeout = timedelta(seconds=self.first_timeout)
         device_id = self.device if self.device.type == "cuda" else None
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            dist.init_process_group(
+                backend, timeout=timeout, device_id=device_id, **_place_of_restart(timeout)
+            )
             # It lasts as long as the process: a launcher's store knows a first group's keys only.
             atexit.register(leave)
         else:
@@ -254,6 +257,23 @@ class _Gathered(torch.autograd.Function):
         total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may hold it
         dist.all_reduce(total, group=context.group)
         return total[dist.get_rank(context.group)], None
+
+
+def _place_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """Return where ranks that torchrun has started again on one machine find each other.
+
+    Its store is the one of the attempt before, and may still name ranks that are gone. On several
+    machines the count of restarts is not the same for all.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return {}
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    return {
+        "store": dist.PrefixStore(f"attempt_{attempt}", store),  # type: ignore[attr-defined]
+        "rank": rank,
+        "world_size": world_size,
+    }
 
 
 def leave() -> None:
