@@ -49,13 +49,18 @@ def in_pace(
             run.agreement.listen()
     for additional in rounds_of_others(run, source, batch_idx + 1, limit) if lockstep else ():
         if batch is END:
-            raise DataError(
-                f"The {evaluation.phase} data has fewer samples than ranks, and parameters are "
-                "sharded over them, so each has to take part. Use more data, or fewer ranks."
-            )
+            raise too_few(evaluation.phase)
         place = (additional, index) if evaluation.takes_index else (additional,)
         with unnoticed(run), evaluation.no_grad():
             evaluation.step(batch, *place)
+
+
+def too_few(name: str) -> DataError:
+    """Return the error of an evaluation in which some rank has no batch, where each must have."""
+    return DataError(
+        f"The {name} data has fewer samples than ranks, and parameters are sharded over them, so "
+        "each has to take part. Use more data, or fewer ranks."
+    )
 
 
 def rounds_of_others(run: Run, source: Source, own: int, limit: int | None) -> Iterator[int]:

@@ -12,6 +12,7 @@ from .data.feed import evaluation_sources, loaders_for, overrides, pipeline, tra
 from .data.share import Share
 from .data.source import Source
 from .module import Module
+from .pace import too_few
 from .rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -70,14 +71,20 @@ def tell_not_dealt(loader: Any) -> None:
         )
 
 
-def agree_on_evaluation(sources: list[Source], strategy: Strategy) -> None:
-    """Let every rank know how many batches others have, of each loader."""
+def agree_on_evaluation(sources: list[Source], strategy: Strategy, kind: str) -> None:
+    """Let every rank know how many batches others have, of each loader of ``kind``.
+
+    Raises:
+        DataError: Each must have one, and some has none.
+    """
     told = strategy.gather([source.length for source in sources])
     seeds = strategy.broadcast([source.seed for source in sources])
     for source, seed, lengths in zip(sources, seeds, zip(*told, strict=True), strict=True):
         source.seed = seed
         if None not in lengths:
             source.rounds, source.common = max(lengths), min(lengths)
+            if strategy.is_lockstep and source.rounds > source.common == 0:
+                raise too_few(kind)
 
 
 def reload(run: Run, given: Mapping[str, Any], first: int) -> None:
@@ -115,7 +122,7 @@ def read_evaluation(run: Run, given: Mapping[str, Any]) -> list[Source] | None:
         loaders, limit, kind, sequential, prepare_for(run), trainer.seed_samples, share_of(run)
     )
     if run.strategy.world_size > 1:
-        agree_on_evaluation(sources, run.strategy)
+        agree_on_evaluation(sources, run.strategy, kind)
     return sources
 
 

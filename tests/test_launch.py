@@ -82,11 +82,21 @@ def script(tmp_path):
 def assert_none_left(folder, count=2):
     pids = [int(path.name) for path in (folder / "pids").iterdir()]
     assert len(pids) == count
-    for pid in pids:
-        try:  # one that ended without a parent may still have its number
-            assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            continue
+    assert not any(map(is_running, pids))
+
+
+def is_running(pid):
+    try:  # one that ended without a parent may still have its number
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_none_is_left(folder):
+    deadline = time.monotonic() + 10
+    while any(is_running(int(path.name)) for path in (folder / "pids").iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_script_is_run_once_for_each_rank_and_left_with_their_code(script):
@@ -151,8 +161,7 @@ def test_ranks_end_with_the_launching_process(script):
     wait_for_ranks(script.folder)
     process.kill()
     process.communicate(timeout=60)
-    time.sleep(0.5)
-    assert_none_left(script.folder)
+    wait_until_none_is_left(script.folder)
 
 
 def wait_for_ranks(folder, count=2):

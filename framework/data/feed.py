@@ -119,6 +119,11 @@ def train_source(
     if sequential:
         loader = in_order(loader)
     source = Source(loader, None, prepare, wait, None, seed_samples, share=share)
+    if source.is_passed_over:
+        raise DataError(
+            f"The training data has fewer samples than the {share.size} ranks that share it. Use "
+            "more data, or fewer ranks."
+        )
     source.length, source.limit = limited(source.size(), limit, "limit_train_batches", "training")
     return source
 
@@ -140,7 +145,10 @@ def evaluation_sources(
             loader = in_order(loader)
         prepare, name = prepare_for(index), f"{stage} {index}"
         source = Source(loader, None, prepare, Wait(), None, seed_samples, name, share)
-        source.length, source.limit = limited(source.size(), limit, f"limit_{stage}_batches", stage)
+        source.length, source.limit = 0, None
+        if not source.is_passed_over:  # others have the batches
+            size = source.size()
+            source.length, source.limit = limited(size, limit, f"limit_{stage}_batches", stage)
         found.append(source)
     return found
 

@@ -232,6 +232,12 @@ class Source:
             return None
 
     @property
+    def is_passed_over(self) -> bool:
+        """Whether the loader has batches, and this rank's part of them is none."""
+        several = self.share.size > 1 and not isinstance(self.loader, CombinedLoader)
+        return several and self.size() == 0 and len(self.loader) > 0
+
+    @property
     def is_dealt(self) -> bool:
         """Whether what this rank reads is its part of what all read together."""
         return all(reader.order is not None for reader in self._readers)
